@@ -1,0 +1,9 @@
+"""Nouns: frozen values, checked when made; no tensor is computed here."""
+
+from fanfold.spec.activation import Activation as Activation
+from fanfold.spec.lora import LoraPair as LoraPair
+from fanfold.spec.route import Route as Route
+from fanfold.spec.shape import ExpertShape as ExpertShape
+from fanfold.spec.weight_format import WeightFormat as WeightFormat
+from fanfold.spec.weights import ExpertWeights as ExpertWeights
+from fanfold.spec.weights import ProjectionWeights as ProjectionWeights
