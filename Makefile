@@ -1,0 +1,70 @@
+# make demo   the main job on the bundled model     make test   everything CI checks
+# Both make .venv on first use (about a minute) and leave it alone until pyproject.toml or constraints.txt change.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOG := $(VENV)/install.log
+EXTRAS := hf,dev
+
+# Runs pip with its output kept aside; shows it only where pip fails.
+pip = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(1) \
+	>> $(LOG) 2>&1 || { cat $(LOG) >&2; echo "Installation failed: pip's output is above." >&2; exit 1; }
+
+.PHONY: help demo test lint format gpu-test clean
+
+help:
+	@echo "make demo      one batch on the bundled model: base and three adapters, text and check"
+	@echo "make test      lint, types and tests, as CI runs them"
+	@echo "make lint      ruff and pyright alone"
+	@echo "make format    let ruff reformat"
+	@echo "make gpu-test  tests marked gpu, with the Python that has your CUDA torch (PYTHON=$(PYTHON))"
+	@echo "make clean     remove .venv and caches"
+
+demo: $(STAMP)
+	@$(BIN)/fanfold demo
+
+test: lint
+	@echo "tests (two workers) ..."
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+lint: $(STAMP)
+	@echo "ruff ..."
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@echo "pyright ..."
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+format: $(STAMP)
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format .
+
+# Not in .venv: its torch may be a build without CUDA.
+gpu-test:
+	@PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu
+
+clean:
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+
+# torch comes first and from the constraints, so that no other package's range draws in another build.
+# A CUDA build of torch brings its own triton; only where there is none is one installed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "fanfold needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "[1/4] environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { echo "python3 -m venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@: > $(LOG)
+	@echo "[2/4] $$(grep '^torch==' constraints.txt)"
+	@$(call pip,torch)
+	@echo "[3/4] triton"
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' \
+		|| { $(call pip,triton==3.6.0); }
+	@echo "[4/4] fanfold and its tools"
+	@$(call pip,--editable '.[$(EXTRAS)]')
+	@touch $(STAMP)
