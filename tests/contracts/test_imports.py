@@ -1,0 +1,61 @@
+"""`import fanfold` needs torch alone, and imports nothing heavy beside it. Each case runs in a fresh interpreter."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+OPTIONAL = ["triton", "transformers", "peft", "rich", "typer", "safetensors", "compressed_tensors"]
+
+# A finder in front of all others that says of one package that it is not installed.
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def fresh(code: str) -> str:
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_import_needs_torch_alone(package: str) -> None:
+    printed = fresh(BLOCK.format(package=package) + "import fanfold; print(fanfold.__version__)")
+    assert printed.count(".") == 2
+
+
+def test_import_brings_nothing_that_torch_does_not() -> None:
+    listing = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    with_torch = set(fresh("import torch;" + listing).split())
+    with_fanfold = set(fresh("import fanfold;" + listing).split())
+    assert with_fanfold - with_torch == {"fanfold"}
+
+
+def rooms_below_integrations() -> list[str]:
+    names = [".".join(path.relative_to(SRC).with_suffix("").parts) for path in SRC.rglob("*.py")]
+    names = [name.removesuffix(".__init__") for name in names]
+    return sorted(name for name in names if name.split(".")[1:2] not in (["cli"], ["integrations"]))
+
+
+@pytest.mark.parametrize("package", ["transformers", "peft", "rich", "typer", "compressed_tensors"])
+def test_rooms_below_integrations_import_without(package: str) -> None:
+    """Every module but those of `cli` and `integrations` is imported with one package missing."""
+    names = rooms_below_integrations()
+    assert "fanfold.spec.route" in names
+    code = (
+        BLOCK.format(package=package)
+        + f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
+    )
+    fresh(code)
+
+
+def test_public_names_are_found_lazily() -> None:
+    fresh("import fanfold\nfor name in fanfold.__all__: getattr(fanfold, name)")
