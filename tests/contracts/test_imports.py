@@ -1,4 +1,4 @@
-"""`import fanfold` needs torch alone, and imports nothing heavy beside it. Each case runs in a fresh interpreter."""
+"""`import fanfold` needs torch alone, and imports nothing heavy beside it, in fresh interpreters."""
 
 import subprocess
 import sys
@@ -50,11 +50,8 @@ def test_rooms_below_integrations_import_without(package: str) -> None:
     """Every module but those of `cli` and `integrations` is imported with one package missing."""
     names = rooms_below_integrations()
     assert "fanfold.spec.route" in names
-    code = (
-        BLOCK.format(package=package)
-        + f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
-    )
-    fresh(code)
+    imports = f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
+    fresh(BLOCK.format(package=package) + imports)
 
 
 def test_public_names_are_found_lazily() -> None:

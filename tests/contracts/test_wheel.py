@@ -15,9 +15,8 @@ CHECKPOINT = ROOT / "tests" / "golden" / "gptqmodel_mixtral_w4_g32"
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))
-    }
+    ours = ("PYTHON", "PYTEST")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -40,7 +39,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_installed_wheel_inspects_a_checkpoint(wheel: Path, tmp_path: Path) -> None:
-    """fanfold comes from the wheel; its dependencies come from the environment of the tests, so no network is needed."""
+    """fanfold comes from the wheel, its dependencies from the environment of the tests: no network."""
     run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"
     install = ["install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", wheel]
