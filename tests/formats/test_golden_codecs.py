@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from fanfold.formats.codec import (
     canonical,
     check_matrix,
@@ -19,8 +22,6 @@ from fanfold.formats.codec import (
 )
 from fanfold.formats.stack import stack
 from fanfold.spec import WeightFormat
-from safetensors import safe_open
-from torch import Tensor
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/dequant_layer0_experts01.pt"))
@@ -129,7 +130,7 @@ def test_stacked_experts_dequantise_alike(folder: Path):
                     assert torch.equal(stacked.double(), tensor.double())
 
 
-def test_B1_v1_and_v2_zeros_of_the_same_weights_dequantise_alike():
+def test_b1_v1_and_v2_zeros_of_the_same_weights_dequantise_alike():
     folder = GOLDEN / "gptqmodel_qwen3moe_w4_g32_v2_asym"
     v2 = format_of(json.loads((folder / "config.json").read_text()))
     v1 = WeightFormat("gptq", 4, 32, symmetric=False, zero_point="v1")

@@ -64,7 +64,7 @@ def check_fields(
                 tensor_name(where, name, suffixes),
                 found=f"shape {list(info.shape)}",
                 expected=f"shape {list(field.shape)} for {fmt}",
-                next_step="Compare bits, group_size and the model's sizes in config.json with the file; "
+                next_step="Compare bits, group_size and sizes with the checkpoint's config; "
                 "none of them is ever inferred from shapes.",
             )
         if info.dtype not in field.dtypes:

@@ -134,11 +134,11 @@ def quantize(fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None) -> 
             where it has one).
         UnsupportedError: the packing can't hold such sizes.
     """
-    if weight.dim() != 2 or weight.dtype != torch.float32 or not bool(torch.isfinite(weight).all()):
+    sound = weight.dim() == 2 and weight.dtype == torch.float32
+    if not sound or not bool(torch.isfinite(weight).all()):
         raise ArgumentError(
             "weight",
-            found=f"{weight.dtype} {list(weight.shape)}"
-            + ("" if weight.dim() != 2 else " or values not finite"),
+            found="values that are not finite" if sound else f"{weight.dtype} {list(weight.shape)}",
             expected="finite float32 [N, K]",
             next_step="Pass weight.float() of a sound matrix.",
         )

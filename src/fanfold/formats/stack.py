@@ -162,15 +162,12 @@ def _biases(bias: Sequence[Sequence[Tensor]], experts: int, halves: int, n: int)
     matrices: dict[tuple[int, int], Matrix] = {}
     for expert, row in enumerate(bias):
         for half, values in enumerate(row):
-            if (
-                tuple(values.shape) != (n,)
-                or not values.is_floating_point()
-                or not bool(values.isfinite().all())
-            ):
+            sound = tuple(values.shape) == (n,) and values.is_floating_point()
+            if not sound or not bool(values.isfinite().all()):
+                found = f"{values.dtype} {list(values.shape)}".removeprefix("torch.")
                 raise TensorError(
                     f"{_place(expert, half)}.bias",
-                    found=f"{values.dtype} {list(values.shape)}".removeprefix("torch.")
-                    + ("" if tuple(values.shape) != (n,) else " or values not finite"),
+                    found="values that are not finite" if sound else found,
                     expected=f"finite floating-point numbers [{n}]",
                     next_step="Pass the bias of this matrix.",
                 )

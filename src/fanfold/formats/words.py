@@ -2,8 +2,7 @@
 
 Value i lies at bits [b*i, b*i + b) of the stream, word w holds bits [32*w, 32*w + 32). With 2, 4 and 8 bits
 no value spans two words; with 3 bits, 32 values fill 3 words and values 10 and 21 span two. Eight values of
-b bits are always b whole bytes, which is how both directions go here (the lowest byte of a word comes first
-in memory).
+b bits are always b whole bytes, a chunk, which is how both directions go here.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     Returns:
         uint8 [..., count].
     """
-    octets = words.contiguous().view(torch.uint8)
-    lead = octets.shape[:-1]
-    octets = zero_pad(octets, (0, -octets.shape[-1] % bits)).reshape(*lead, -1, bits).to(torch.int64)
-    # The parts of a chunk have disjoint bits, so that their sum is their bitwise or.
-    chunks = (octets << (8 * torch.arange(bits, device=words.device))).sum(-1, keepdim=True)
-    values = (chunks >> (bits * torch.arange(8, device=words.device))) & ((1 << bits) - 1)
-    return values.to(torch.uint8).reshape(*lead, -1)[..., :count]
+    octets = (words.unsqueeze(-1) >> (8 * torch.arange(4, device=words.device))) & 0xFF
+    octets = octets.flatten(-2).to(torch.int64)
+    octets = zero_pad(octets, (0, -octets.shape[-1] % bits))
+    chunks = _join(octets, bits, 8)
+    values = (chunks.unsqueeze(-1) >> (bits * torch.arange(8, device=words.device))) & ((1 << bits) - 1)
+    return values.to(torch.uint8).flatten(-2)[..., :count]
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:
@@ -60,11 +58,18 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
             expected=f"0 to {(1 << bits) - 1}, {bits} bits",
             next_step="Clamp the codes before packing.",
         )
-    *lead, count = values.shape
-    octads = zero_pad(values.to(torch.int64), (0, -count % 8)).reshape(*lead, -1, 8)
-    chunks = (octads << (bits * torch.arange(8, device=values.device))).sum(-1, keepdim=True)
-    octets = (chunks >> (8 * torch.arange(bits, device=values.device))) & 0xFF
-    octets = octets.to(torch.uint8).reshape(*lead, -1)
-    # Whole octads may end before or behind the last word.
+    count = values.shape[-1]
+    chunks = _join(zero_pad(values.to(torch.int64), (0, -count % 8)), 8, bits)
+    octets = ((chunks.unsqueeze(-1) >> (8 * torch.arange(bits, device=values.device))) & 0xFF).flatten(-2)
+    # Whole chunks may end before or behind the last word.
     octets = zero_pad(octets, (0, 4 * words_for(count, bits) - octets.shape[-1]))
-    return octets.contiguous().view(torch.int32)
+    return _join(octets, 4, 8).to(torch.int32)
+
+
+def _join(parts: Tensor, number: int, bits: int) -> Tensor:
+    """Each `number` consecutive parts of `bits` bits as one int64, the first part lowest.
+
+    The shifted parts have no bit in common, so that their sum is their bitwise or.
+    """
+    parts = parts.reshape(*parts.shape[:-1], parts.shape[-1] // number, number)
+    return (parts << (bits * torch.arange(number, device=parts.device))).sum(-1)
