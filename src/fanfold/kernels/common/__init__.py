@@ -1,0 +1,1 @@
+"""What two kernel folders use unchanged."""

@@ -1,0 +1,1 @@
+"""The LoRA fold: scale * B (A x) added onto a base product."""
