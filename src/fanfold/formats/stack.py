@@ -54,9 +54,7 @@ def stack(
     }
     names = dict.fromkeys(name for matrix in matrices.values() for name in matrix)
     tensors = {name: _join(name, matrices, halves) for name in names}
-    return ProjectionWeights(
-        fmt, n, k, tensors, None if bias is None else _biases(bias, len(experts), halves, n)
-    )
+    return ProjectionWeights(fmt, n, k, tensors, None if bias is None else _biases(bias, len(experts), halves, n))
 
 
 def _place(expert: int, half: int) -> str:

@@ -34,5 +34,5 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """R."""
         return self.a.shape[0]

@@ -1,0 +1,145 @@
+"""ModelConfig: what config.json says of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fanfold.errors import ConfigError, UnsupportedError
+from fanfold.spec.activation import Activation
+
+# Field names met for the number of experts, in this order.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Families whose fused expert weights are stored (E, inputs, outputs); all others store (E, outputs, inputs).
+TRANSPOSED = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"})
+# Families whose fused rows alternate g0, u0, g1, u1, ...; all others store gate above up.
+INTERLEAVED = frozenset({"gpt_oss"})
+# Families whose gate is none of `Activation`'s kinds although hidden_act names one.
+OTHER_GATES = frozenset(
+    {
+        "deepseek_v4",
+        "glm5_next",
+        "hy_v4",
+        "inkling2",
+        "inkling2_loop",
+        "minimax_m3_vl",
+        "muse_spark",
+        "openai_privacy_filter",
+    }
+)
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The fields of config.json that matter to experts; those of `text_config` where there is one.
+
+    Attributes:
+        path: the file, for messages.
+        fields: the object that describes the language model.
+        quantization: `quantization_config`, from the top or from `text_config`.
+    """
+
+    path: str
+    fields: Mapping[str, Any]
+    quantization: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, path: str, config: Mapping[str, Any]) -> ModelConfig:
+        """The config of a checkpoint, from the object in its config.json.
+
+        Raises:
+            ConfigError: `text_config` or `quantization_config` is no object.
+        """
+        text = _object(path, config, "text_config")
+        fields = config if text is None else text
+        quantization = _object(path, config, "quantization_config") or _object(path, fields, "quantization_config")
+        return cls(path, fields, quantization)
+
+    @property
+    def model_type(self) -> str:
+        """E.g. `qwen3_moe`; empty where the file does not say."""
+        value = self.fields.get("model_type", "")
+        return value if isinstance(value, str) else ""
+
+    @property
+    def hidden_size(self) -> int | None:
+        """H, where the file says."""
+        return self._size("hidden_size")
+
+    @property
+    def num_experts(self) -> int | None:
+        """E, under whichever name the file has it.
+
+        Raises:
+            ConfigError: two of the names disagree.
+        """
+        found = {name: self._size(name) for name in NUM_EXPERTS if self.fields.get(name) is not None}
+        if len(set(found.values())) > 1:
+            raise ConfigError(
+                self.path,
+                found=", ".join(f"{name} = {value}" for name, value in found.items()),
+                expected="one number of experts",
+                next_step="Correct config.json.",
+            )
+        return next(iter(found.values()), None)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether fused weights are (E, inputs, outputs)."""
+        return self.model_type in TRANSPOSED
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the rows of fused gate_up weights alternate between gate and up."""
+        return self.model_type in INTERLEAVED
+
+    @property
+    def activation(self) -> Activation:
+        """The experts' activation.
+
+        Raises:
+            UnsupportedError: one that fanfold does not run.
+        """
+        if self.model_type == "gpt_oss":
+            limit = self.fields.get("swiglu_limit", 7.0)
+            return Activation("clamped_swiglu", limit=float(limit if isinstance(limit, (int, float)) else 7.0))
+        name = str(
+            self.fields.get("mlp_hidden_act") or self.fields.get("hidden_act") or self.fields.get("hidden_activation")
+        )
+        if self.model_type == "nemotron_h" and name == "relu2":
+            return Activation("relu2")
+        if self.model_type in OTHER_GATES or name not in ACTIVATIONS:
+            raise UnsupportedError(
+                f"{self.path}: activation of {self.model_type or 'this model'}",
+                found=name,
+                expected=f"{', '.join(ACTIVATIONS)}, gpt-oss's clamped SwiGLU or Nemotron-H's relu2",
+                next_step="Experts with this activation are not run yet.",
+            )
+        return Activation("silu" if ACTIVATIONS[name] == "silu" else "gelu_tanh")
+
+    def _size(self, name: str) -> int | None:
+        value = self.fields.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(
+                f"{self.path}: {name}",
+                found=repr(value),
+                expected="a positive number",
+                next_step="Correct config.json.",
+            )
+        return value
+
+
+def _object(path: str, fields: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(
+            f"{path}: {name}",
+            found=type(value).__name__,
+            expected="an object",
+            next_step="Correct config.json.",
+        )
+    return cast("Mapping[str, Any] | None", value)

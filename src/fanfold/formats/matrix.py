@@ -1,0 +1,203 @@
+"""Matrix: one packed W [N, K] of a checkpoint, found by the names of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fanfold.errors import ConfigError, TensorError
+from fanfold.formats.codec import canonical, check_matrix, check_values, codec, dequantize
+from fanfold.formats.files import CheckpointFiles, TensorInfo
+from fanfold.formats.schemes import Scheme
+from fanfold.spec.weight_format import Kind, WeightFormat
+
+DENSE: Mapping[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Tensors beside a matrix that say nothing of its weights: its shape (read apart) and scales of the KV cache.
+BESIDE = frozenset({"bias", "weight_shape", "k_scale", "v_scale", "q_scale", "output_scale"})
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One W [N, K] as the header describes it.
+
+    Attributes:
+        module: the Linear's name in the file.
+        format: how it is packed. Before g_idx has been read, `act_order` is False.
+        fields: the format's canonical names -> tensor names in the file.
+        n: outputs.
+        k: inputs.
+        bias: name of the bias [N], where there is one.
+    """
+
+    module: str
+    format: WeightFormat
+    fields: Mapping[str, str]
+    n: int
+    k: int
+    bias: str | None
+
+
+def find_matrix(files: CheckpointFiles, scheme: Scheme, module: str, suffixes: Mapping[str, str]) -> Matrix:
+    """The matrix that the tensors of one module make; only headers (and `weight_shape`) are read.
+
+    Args:
+        files: the checkpoint.
+        scheme: what its config says of each module.
+        module: the module's name.
+        suffixes: what follows the module's name -> tensor name.
+
+    Raises:
+        ConfigError: the tensors are packed but the config says nothing of them.
+        TensorError: a tensor is missing, unknown, or has a wrong shape or dtype.
+        UnsupportedError: the format can't hold such sizes.
+    """
+    named = {suffix: name for suffix, name in suffixes.items() if suffix not in BESIDE}
+    infos = {suffix: files.infos[name] for suffix, name in named.items()}
+    weight = infos.get("weight")
+    if set(infos) == {"weight"} and weight is not None and weight.dtype in DENSE:
+        kind = DENSE[weight.dtype]
+        fmt, fields = WeightFormat(kind, 32 if kind == "fp32" else 16), {"weight": named["weight"]}
+    else:
+        fmt = scheme(module)
+        if fmt is None:
+            raise ConfigError(
+                f"{files.path}: {module}",
+                found=f"packed tensors ({', '.join(sorted(infos)) or 'none of its weights'})",
+                expected="a plain weight, as the quantization config does not quantise this module",
+                next_step="config.json and the weights are of different checkpoints: fetch both again.",
+            )
+        fields = _canonical_fields(files, fmt, module, named)
+    by_field = {field: files.infos[name] for field, name in fields.items()}
+    n, k = _sizes(files, fmt, module, by_field, suffixes.get("weight_shape"))
+    if fmt.kind == "fp8" and fmt.block is None:
+        fmt = replace(fmt, block=_block_of(by_field.get("scale"), n, k))
+    if fmt.kind == "gptq" or fmt.kind == "packed":
+        # Whether g_idx says more than k // group_size is known once it is read; its shape is checked now.
+        check_matrix(replace(fmt, act_order="g_idx" in fields), by_field, n, k, f"{files.path}: {module}")
+    else:
+        check_matrix(fmt, by_field, n, k, f"{files.path}: {module}")
+    bias = suffixes.get("bias")
+    if bias is not None and files.infos[bias].shape != (n,):
+        raise TensorError(
+            f"{files.path}: {bias}",
+            found=f"shape {list(files.infos[bias].shape)}",
+            expected=f"[{n}]",
+            next_step="Compare the model's sizes in config.json with the file.",
+        )
+    return Matrix(module, fmt, fields, n, k, bias)
+
+
+def read_matrix(files: CheckpointFiles, matrix: Matrix) -> tuple[WeightFormat, dict[str, Tensor]]:
+    """Its tensors in canonical shapes, values checked, and the format with `act_order` as its g_idx has it.
+
+    A g_idx that says no more than k // group_size is dropped.
+
+    Raises:
+        TensorError: an impossible value.
+    """
+    fmt = matrix.format
+    where = f"{files.path}: {matrix.module}"
+    tensors = {field: files.read(name) for field, name in matrix.fields.items()}
+    g_idx = tensors.get("g_idx")
+    if g_idx is not None and is_plain_order(fmt, g_idx):
+        del tensors["g_idx"]
+    elif g_idx is not None:
+        fmt = replace(fmt, act_order=True)
+    check_values(fmt, tensors, where)
+    return fmt, canonical(fmt, tensors, matrix.n, matrix.k)
+
+
+def read_dense(files: CheckpointFiles, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """W [N, K] as plain numbers: dequantised in fp32, then rounded to `dtype`."""
+    fmt, tensors = read_matrix(files, matrix)
+    return dequantize(fmt, tensors, matrix.n, matrix.k).to(dtype)
+
+
+def is_plain_order(fmt: WeightFormat, g_idx: Tensor) -> bool:
+    """Whether g_idx [K] is k // group_size."""
+    k = g_idx.shape[0]
+    size = k if fmt.group_size == -1 else fmt.group_size
+    return bool((g_idx == torch.arange(k) // size).all())
+
+
+def _canonical_fields(
+    files: CheckpointFiles, fmt: WeightFormat, module: str, named: Mapping[str, str]
+) -> dict[str, str]:
+    fields = {suffix: field for field, names in codec(fmt.kind).FIELDS.items() for suffix in names}
+    unknown = sorted(set(named) - set(fields))
+    if unknown:
+        raise TensorError(
+            f"{files.path}: {named[unknown[0]]}",
+            found=f"a tensor unknown to {fmt}",
+            expected=f"among {', '.join(fields)}",
+            next_step="The quantiser wrote something that fanfold does not read; nothing is ignored silently.",
+        )
+    canonical_names: dict[str, str] = {}
+    for suffix, name in named.items():
+        if fields[suffix] in canonical_names:
+            raise TensorError(
+                f"{files.path}: {module}",
+                found=f"both {name} and {canonical_names[fields[suffix]]}",
+                expected=f"one tensor for {fields[suffix]}",
+                next_step="Remove the one that does not belong to these weights.",
+            )
+        canonical_names[fields[suffix]] = name
+    return canonical_names
+
+
+def _sizes(
+    files: CheckpointFiles,
+    fmt: WeightFormat,
+    module: str,
+    infos: Mapping[str, TensorInfo],
+    shape_name: str | None,
+) -> tuple[int, int]:
+    """N and K, from the tensor that holds the codes (for pack-quantized from `weight_shape`)."""
+    field = {
+        "gptq": "qweight",
+        "awq": "qweight",
+        "packed": "packed",
+        "nvfp4": "packed",
+        "mxfp4": "packed",
+    }.get(fmt.kind, "weight")
+    info = infos.get(field)
+    if info is None or len(info.shape) != 2 or (fmt.kind == "packed" and shape_name is None):
+        missing = codec(fmt.kind).FIELDS[field][0] if info is None else "weight_shape"
+        raise TensorError(
+            f"{files.path}: {module}.{missing}",
+            found="no such tensor" if info is None or len(info.shape) == 2 else f"shape {list(info.shape)}",
+            expected=f"a tensor of {fmt}",
+            next_step="Every matrix needs all tensors of its format; fetch the missing files.",
+        )
+    rows, columns = info.shape
+    if fmt.kind == "gptq":
+        return columns, rows * 32 // fmt.bits
+    if fmt.kind == "awq":
+        return columns * 8, rows
+    if fmt.kind == "packed":
+        assert shape_name is not None
+        shape: Sequence[int] = [int(size) for size in files.read(shape_name).flatten().tolist()]
+        if len(shape) != 2 or min(shape) < 1 or max(shape) > 2**31:
+            raise TensorError(
+                f"{files.path}: {shape_name}",
+                found=str(shape),
+                expected="[N, K]",
+                next_step="The file is damaged: fetch it again.",
+            )
+        return shape[0], shape[1]
+    return rows, columns if field == "weight" else columns * 2
+
+
+def _block_of(scale: TensorInfo | None, n: int, k: int) -> tuple[int, int]:
+    """The block of ModelOpt's FP8_PB_WO, which no config states: 128 x 128 unless the scales say otherwise."""
+    shape = [] if scale is None else [size for size in scale.shape if size != 1]
+    default = [size for size in (-(-n // 128), -(-k // 128)) if size != 1]
+    if shape == default or scale is None:
+        return 128, 128
+    grid = [size for size in scale.shape if size != 1] if len(scale.shape) != 2 else list(scale.shape)
+    if len(grid) == 2 and n % grid[0] == 0 and k % grid[1] == 0:
+        return n // grid[0], k // grid[1]
+    return 128, 128  # check_matrix then names the shapes

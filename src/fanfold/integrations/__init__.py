@@ -1,0 +1,1 @@
+"""What fanfold plugs into: the only rooms that know other libraries of models."""

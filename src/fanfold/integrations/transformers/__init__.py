@@ -1,0 +1,1 @@
+"""fanfold inside transformers."""

@@ -1,0 +1,63 @@
+"""The hook by which transformers builds a model with empty places for the experts.
+
+transformers knows how each family names and converts its other weights; of the experts it must make nothing: no memory,
+no random values. A quantizer may replace modules before weights are loaded, which is all this one does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+METHOD = "fanfold"
+
+
+class EmptyPlace(nn.Module):
+    """Stands where the packed experts go; remembers the module that transformers made, on the meta device."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = [original]  # in a list, so that its parameters are not the model's
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is transformers' class of stacked experts."""
+    return hasattr(module, "num_experts") and hasattr(module, "down_proj") and hasattr(module, "is_transposed")
+
+
+class FanfoldConfig(QuantizationConfigMixin):
+    """Marks a model whose experts fanfold holds."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.quant_method = METHOD  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FanfoldQuantizer(HfQuantizer):
+    """Replaces every experts module by an EmptyPlace before weights are loaded."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for path, module in list(model.named_modules()):
+            if is_experts(module):
+                model.set_submodule(path, EmptyPlace(module))
+        return model
+
+    def is_serializable(self) -> bool:
+        """The checkpoint on disk stays the only copy."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Inference only."""
+        return False
+
+
+def register() -> None:
+    """Makes the method known to transformers, once a process."""
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(FanfoldConfig)
+        register_quantizer(METHOD)(FanfoldQuantizer)

@@ -1,0 +1,1 @@
+"""Device kernels by job, each folder with its reference."""

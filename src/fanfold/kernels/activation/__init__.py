@@ -1,0 +1,1 @@
+"""What happens between gate_up and down."""

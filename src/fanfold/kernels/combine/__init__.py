@@ -1,0 +1,1 @@
+"""The weighted sum over a token's experts."""

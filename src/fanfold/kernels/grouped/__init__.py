@@ -1,0 +1,1 @@
+"""Products of all (token, expert) rows with their experts' weights."""

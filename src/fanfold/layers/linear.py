@@ -1,0 +1,121 @@
+"""LoRA on plain modules: Linears (attention, shared experts, dense MLPs, lm_head) and routers, per row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fanfold.kernels.lora.reference import lora_fold
+from fanfold.lora.rows import Rows
+from fanfold.spec.lora import LoraPair
+
+
+class Linear:
+    """A plain Linear as a place for adapters. Without one it is not touched; with one its output passes through `fold`.
+
+    Args:
+        path: the module's name in the model.
+        module: an nn.Linear, or a router with a `weight` [E, H] (see Router).
+        rows: which adapter each row uses.
+        dtype: of the activations.
+    """
+
+    def __init__(self, path: str, module: nn.Module, rows: Rows, dtype: torch.dtype) -> None:
+        self.path = path
+        self.module = module
+        self.rows = rows
+        self.dtype = dtype
+        self.pairs: dict[tuple[int, int], LoraPair] = {}
+        self._detach: Callable[[], None] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features]."""
+        return cast("Tensor", self.module.weight)
+
+    @property
+    def out_features(self) -> int:
+        """Outputs."""
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.weight.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self.weight.device
+
+    def put(self, slot: int, pair: LoraPair) -> None:
+        """Fills a slot."""
+        self.pairs[slot, 0] = pair
+        if self._detach is None:
+            self._detach = self.attach()
+
+    def drop(self, slot: int) -> None:
+        """Empties a slot; with the last one the module is as it was."""
+        self.pairs.pop((slot, 0), None)
+        if not self.pairs and self._detach is not None:
+            self._detach()
+            self._detach = None
+
+    def attach(self) -> Callable[[], None]:
+        """Makes the module's output pass through `fold`; returns what undoes it."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return self.fold(cast("Tensor", args[0]), cast("Tensor", output))
+
+        return self.module.register_forward_hook(hook).remove
+
+    def fold(self, x: Tensor, y: Tensor) -> Tensor:
+        """The output with each row's adapter folded in: x [..., in_features], y [..., out_features]."""
+        ids = self.rows.ids_for(x.shape)
+        if ids is None:
+            return y
+        with torch.no_grad():
+            out = y.detach().reshape(-1, self.out_features).clone()
+            experts = torch.zeros_like(ids)
+            lora_fold(out, x.detach().reshape(-1, self.in_features).to(out.dtype), self.pairs, ids, experts)
+        return out.view_as(y)
+
+
+class Router(Linear):
+    """A router that is no Linear but multiplies by its `weight` and then picks experts, all in one forward.
+
+    The delta belongs on the logits, before top-k, which a hook behind the module can't reach: while the module runs,
+    its first linear product is watched instead.
+    """
+
+    def attach(self) -> Callable[[], None]:
+        """Wraps the module's forward; returns what brings the class's own back."""
+        forward = self.module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with _FirstLinear(self):
+                return forward(*args, **kwargs)
+
+        def detach() -> None:
+            del self.module.forward
+
+        self.module.forward = watched
+        return detach
+
+
+class _FirstLinear(TorchFunctionMode):
+    def __init__(self, site: Router) -> None:
+        super().__init__()
+        self.site = site
+        self.done = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and not self.done:
+            self.done = True
+            return self.site.fold(args[0], y)
+        return y

@@ -1,0 +1,88 @@
+"""Where formats meet layers: checkpoint directory -> Experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from fanfold.errors import ArgumentError
+from fanfold.formats.checkpoint import Checkpoint
+from fanfold.layers.experts import Experts
+from fanfold.spec.activation import Activation
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load_experts(
+    path: str | Path,
+    layer: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    implementation: str = "auto",
+) -> Experts:
+    """The experts of one layer of a checkpoint, packed, without transformers.
+
+    Args:
+        path: the checkpoint directory.
+        layer: the layer's number.
+        device: where the weights go.
+        dtype: of the activations, by which adapters are kept; None takes the one config.json names.
+        implementation: "auto", or "reference".
+
+    Returns:
+        A fanfold.Experts.
+
+    Raises:
+        MissingFileError, CorruptFileError, ConfigError, TensorError, UnsupportedError: see fanfold.errors; each names
+            the file or tensor.
+        MissingExpertsError: the layer has no experts, or not all of them.
+        UnavailableError: no implementation for the device.
+    """
+    checkpoint = Checkpoint(path)
+    experts = build_experts(
+        checkpoint, layer, checkpoint.config.activation, compute_dtype(checkpoint, dtype), "auto", None
+    )
+    experts.requested = implementation
+    return experts.to(torch.device(device))
+
+
+def build_experts(
+    checkpoint: Checkpoint,
+    layer: int,
+    activation: Activation,
+    dtype: torch.dtype,
+    implementation: str,
+    path: str | None,
+) -> Experts:
+    """Reads one layer's experts onto the CPU; `path` is the module's name in the model (None: as in the file)."""
+    tensors = checkpoint.layer(layer)
+    return Experts(
+        checkpoint.read_experts(layer),
+        activation,
+        dtype=dtype,
+        implementation=implementation,
+        path=path or tensors.container,
+        interleaved=checkpoint.config.interleaved,
+        transposed=checkpoint.config.transposed,
+    )
+
+
+def compute_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> torch.dtype:
+    """The dtype asked for, else the one config.json names, else bfloat16.
+
+    Raises:
+        ArgumentError: not bfloat16, float16 or float32.
+    """
+    stated = checkpoint.config.fields.get("dtype") or checkpoint.config.fields.get("torch_dtype") or "bfloat16"
+    wanted = stated if dtype is None else dtype
+    found = wanted if isinstance(wanted, torch.dtype) else DTYPES.get(str(wanted).removeprefix("torch."))
+    if found not in DTYPES.values():
+        raise ArgumentError(
+            "dtype",
+            found=repr(wanted),
+            expected=f"one of {', '.join(DTYPES)}",
+            next_step="Pass dtype=torch.bfloat16.",
+        )
+    assert isinstance(found, torch.dtype)
+    return found

@@ -1,0 +1,13 @@
+"""The oracle: what every operation computes, in readable torch (docs/semantics.md is the contract)."""
+
+from fanfold.formats.codec import dequantize as dequantize
+from fanfold.formats.codec import dequantize_expert as dequantize_expert
+from fanfold.formats.codec import pack as pack
+from fanfold.formats.codec import quantize as quantize
+from fanfold.formats.codec import unpack as unpack
+from fanfold.kernels.activation.reference import activate as activate
+from fanfold.kernels.combine.reference import combine as combine
+from fanfold.kernels.grouped.reference import grouped as grouped
+from fanfold.kernels.lora.reference import lora_fold as lora_fold
+from fanfold.layers.reference import layer as layer
+from fanfold.routing.reference import plan_sort as plan_sort

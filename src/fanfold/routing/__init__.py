@@ -1,0 +1,1 @@
+"""Scores to Route: top-k and the plan."""
