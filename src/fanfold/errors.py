@@ -38,6 +38,10 @@ class FanfoldError(Exception):
         }
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint runs, but looks as if something in it were not as its config says."""
+
+
 def _rebuild(cls: type[FanfoldError], what: str, found: str, expected: str, next_step: str) -> FanfoldError:
     return cls(what, found=found, expected=expected, next_step=next_step)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
 
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, CheckpointWarning
 from fanfold.formats.checkpoint import Checkpoint
+from fanfold.formats.evidence import zero_point_warning
 from fanfold.layers.experts import Experts
 from fanfold.spec.activation import Activation
 
@@ -39,12 +41,21 @@ def load_experts(
         MissingExpertsError: the layer has no experts, or not all of them.
         UnavailableError: no implementation for the device.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = open_checkpoint(path)
     experts = build_experts(
         checkpoint, layer, checkpoint.config.activation, compute_dtype(checkpoint, dtype), "auto", None
     )
     experts.requested = implementation
     return experts.to(torch.device(device))
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A checkpoint, with a CheckpointWarning where it looks unlike its label."""
+    checkpoint = Checkpoint(path)
+    warning = zero_point_warning(checkpoint)
+    if warning is not None:
+        warnings.warn(warning, CheckpointWarning, stacklevel=3)
+    return checkpoint
 
 
 def build_experts(

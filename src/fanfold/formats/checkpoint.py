@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fanfold.errors import MissingExpertsError, TensorError
 from fanfold.formats.config import ModelConfig
-from fanfold.formats.experts import LayerTensors, find_experts, read_projection
+from fanfold.formats.experts import LayerTensors, ProjectionInfo, find_experts, read_projection
 from fanfold.formats.files import CheckpointFiles, read_json
-from fanfold.formats.fused import fused_format, read_fused
+from fanfold.formats.fused import describe_fused, read_fused
 from fanfold.formats.matrix import Matrix, find_matrix, is_plain_order, read_dense
 from fanfold.formats.names import expert_name
 from fanfold.formats.quantization import Quantization, read_quantization
@@ -87,14 +87,24 @@ class Checkpoint:
             )
         return self.layers[layer]
 
-    def formats(self, layer: int) -> tuple[WeightFormat, WeightFormat]:
-        """Formats of gate_up and of down; of the weights only the g_idx of expert 0 is read."""
+    def describe(self, layer: int) -> dict[str, ProjectionInfo]:
+        """Format and sizes of `gate_up` and `down`; of the weights only the g_idx of expert 0 is read.
+
+        Raises:
+            MissingExpertsError, TensorError, UnsupportedError: as `read_experts`, as far as headers tell.
+        """
         tensors = self.layer(layer)
         if tensors.fused:
-            up = "gate_up" if tensors.gated else "up"
-            scheme = self.quantization.scheme
-            return fused_format(self.files, scheme, tensors, up), fused_format(self.files, scheme, tensors, "down")
-        return self._ordered(self._find(tensors, self._up(tensors))), self._ordered(self._find(tensors, ("down",)))
+            names = {"gate_up": "gate_up" if tensors.gated else "up", "down": "down"}
+            return {
+                key: describe_fused(self.files, self.quantization.scheme, self.config, tensors, name)
+                for key, name in names.items()
+            }
+        rows = {"gate_up": self._find(tensors, self._up(tensors)), "down": self._find(tensors, ("down",))}
+        return {
+            key: ProjectionInfo(self._ordered(found), len(found), len(found[0]), found[0][0].n, found[0][0].k)
+            for key, found in rows.items()
+        }
 
     def read_experts(self, layer: int) -> ExpertWeights:
         """The packed experts of one layer, on the CPU.

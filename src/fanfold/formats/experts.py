@@ -16,6 +16,17 @@ from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ProjectionWeights
 
 
+@dataclass(frozen=True)
+class ProjectionInfo:
+    """What headers say of one projection: format, E, halves (2 for gate and up), and N x K of one half."""
+
+    format: WeightFormat
+    num_experts: int
+    halves: int
+    n: int
+    k: int
+
+
 @dataclass
 class LayerTensors:
     """Names of the expert tensors of one layer.
@@ -154,7 +165,7 @@ def _check_same(
                 f"{files.path}: {matrix.module}: {name}",
                 found=found.removeprefix("torch."),
                 expected=f"{expected.removeprefix('torch.')}, as {first.module} has",
-                next_step="Experts of one projection share one format; fetch the file again or requantise the odd ones.",
+                next_step="Experts of one projection share one format; requantise the odd ones.",
             )
 
 

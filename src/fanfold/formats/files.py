@@ -1,6 +1,7 @@
 """Files: the only place of the formats that touches a disk.
 
-A checkpoint directory is a set of safetensors shards and some JSON files. Headers are read at once, tensors when asked for.
+A checkpoint directory is a set of safetensors shards and some JSON files. Headers are read at once, tensors when asked
+for.
 """
 
 from __future__ import annotations
@@ -120,11 +121,12 @@ class CheckpointFiles:
         index = read_json(self.path / INDEX)
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(
-            isinstance(shard, str) and Path(shard).name == shard for shard in cast(dict[str, Any], weight_map).values()
+            isinstance(shard, str) and Path(shard).name == shard
+            for shard in cast("dict[str, object]", weight_map).values()
         ):
             raise CorruptFileError(
                 f"{self.path / INDEX}: weight_map",
-                found=type(weight_map).__name__,
+                found=type(cast("object", weight_map)).__name__,
                 expected="an object of tensor names and file names",
                 next_step=FETCH_AGAIN,
             )
@@ -172,8 +174,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """
     infos: dict[str, TensorInfo] = {}
     try:
-        with safe_open(str(file), framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (safe_open is no mapping)
+        with cast("Any", safe_open)(str(file), framework="pt") as shard:
+            for name in cast("list[str]", shard.keys()):
                 piece = shard.get_slice(name)
                 dtype = DTYPES.get(piece.get_dtype())
                 if dtype is None:

@@ -6,14 +6,12 @@ gpt-oss's MXFP4 `gate_up_proj_blocks`/`_scales`, and FP8 with `_scale_inv`. All 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from fanfold.errors import MissingExpertsError, TensorError, UnsupportedError
 from fanfold.formats.codec import check_matrix, check_values
 from fanfold.formats.config import ModelConfig
-from fanfold.formats.experts import LayerTensors, finite
+from fanfold.formats.experts import LayerTensors, ProjectionInfo, finite
 from fanfold.formats.files import CheckpointFiles
 from fanfold.formats.matrix import DENSE
 from fanfold.formats.schemes import Scheme
@@ -57,6 +55,43 @@ def fused_format(files: CheckpointFiles, scheme: Scheme, tensors: LayerTensors, 
     )
 
 
+def describe_fused(
+    files: CheckpointFiles, scheme: Scheme, config: ModelConfig, tensors: LayerTensors, projection: str
+) -> ProjectionInfo:
+    """Format and sizes of one fused projection; only headers are read.
+
+    Raises:
+        TensorError: a shape that does not fit E or H of config.json.
+        MissingExpertsError, UnsupportedError: as `fused_format`.
+    """
+    fmt = fused_format(files, scheme, tensors, projection)
+    name = tensors.fused[projection]["blocks" if fmt.kind == "mxfp4" else "weight"]
+    shape = list(files.infos[name].shape)
+    if fmt.kind == "mxfp4" and len(shape) == 4:
+        shape = [*shape[:2], shape[2] * shape[3] * 2]  # gpt-oss: [E, rows, K/32, 16] bytes of two codes
+    if len(shape) != 3 or config.num_experts not in (None, shape[0]):
+        raise TensorError(
+            f"{files.path}: {name}",
+            found=f"shape {list(files.infos[name].shape)}",
+            expected=f"[{config.num_experts or 'E'}, ...] over all experts of config.json",
+            next_step="config.json and the weights are of different checkpoints: fetch both again.",
+        )
+    experts, rows, columns = shape
+    if fmt.dense and config.transposed:
+        rows, columns = columns, rows
+    hidden = columns if projection != "down" else rows
+    if config.hidden_size not in (None, hidden):
+        raise TensorError(
+            f"{files.path}: {name}",
+            found=f"shape {list(files.infos[name].shape)}, so H = {hidden}",
+            expected=f"H = {config.hidden_size}, stored "
+            + ("(E, inputs, outputs)" if config.transposed else "(E, outputs, inputs)"),
+            next_step="Another storage order is never guessed from shapes; check model_type and hidden_size.",
+        )
+    halves = 2 if projection == "gate_up" else 1
+    return ProjectionInfo(fmt, experts, halves, rows // halves, columns)
+
+
 def read_fused(
     files: CheckpointFiles, scheme: Scheme, config: ModelConfig, tensors: LayerTensors, projection: str
 ) -> ProjectionWeights:
@@ -66,34 +101,22 @@ def read_fused(
         TensorError: a shape that does not fit E or H of config.json, or an impossible value.
         MissingExpertsError, UnsupportedError: as `fused_format`.
     """
-    fmt = fused_format(files, scheme, tensors, projection)
-    suffixes = tensors.fused[projection]
-    halves = 2 if projection == "gate_up" else 1
-    read = {
-        FIELDS[suffix]: finite(files, name) if suffix == "bias" else files.read(name)
-        for suffix, name in suffixes.items()
-    }
-    bias = read.pop("bias", None)
-    experts, n, k = _sizes(files, fmt, config, suffixes, read, projection)
+    info = describe_fused(files, scheme, config, tensors, projection)
+    fmt = info.format
     stacks: dict[str, Tensor] = {}
-    for name, tensor in read.items():
-        where = f"{files.path}: {tensors.container}.{projection} ({name})"
-        if name == "packed":
-            tensor = tensor.flatten(2)  # gpt-oss: [E, rows, K/32, 16] bytes
-        elif fmt.dense and config.transposed:
+    for suffix, name in tensors.fused[projection].items():
+        tensor = finite(files, name) if suffix == "bias" else files.read(name)
+        if FIELDS[suffix] == "packed":
+            tensor = tensor.flatten(2)
+        elif FIELDS[suffix] == "weight" and fmt.dense and config.transposed:
             tensor = tensor.transpose(1, 2)
-        stacks[name] = _split(tensor, halves, config.interleaved, where)
-    weights = ProjectionWeights(
-        fmt,
-        n,
-        k,
-        stacks,
-        None if bias is None else _split(bias, halves, config.interleaved, f"{tensors.container}: bias"),
-    )
-    for e in range(experts):
-        for p in range(halves):
+        stacks[FIELDS[suffix]] = _split(tensor, info.halves, config.interleaved, f"{files.path}: {name}")
+    bias = stacks.pop("bias", None)
+    weights = ProjectionWeights(fmt, info.n, info.k, stacks, bias)
+    for e in range(info.num_experts):
+        for p in range(info.halves):
             where = f"{files.path}: {tensors.container}.{projection}[{e}, {p}]"
-            check_matrix(fmt, weights.matrix(e, p), n, k, where)
+            check_matrix(fmt, weights.matrix(e, p), info.n, info.k, where)
             check_values(fmt, weights.matrix(e, p), where)
     return weights
 
@@ -111,38 +134,3 @@ def _split(tensor: Tensor, halves: int, interleaved: bool, where: str) -> Tensor
     if halves == 2 and interleaved:
         return tensor.reshape(experts, rows // 2, 2, *tensor.shape[2:]).transpose(1, 2).contiguous()
     return tensor.reshape(experts, halves, rows // halves, *tensor.shape[2:]).contiguous()
-
-
-def _sizes(
-    files: CheckpointFiles,
-    fmt: WeightFormat,
-    config: ModelConfig,
-    suffixes: Mapping[str, str],
-    read: Mapping[str, Tensor],
-    projection: str,
-) -> tuple[int, int, int]:
-    """E, N of one half, K."""
-    codes = read["packed"].flatten(2) if "packed" in read else read["weight"]
-    name = suffixes["blocks" if "packed" in read else "weight"]
-    if codes.dim() != 3 or (config.num_experts is not None and codes.shape[0] != config.num_experts):
-        raise TensorError(
-            f"{files.path}: {name}",
-            found=f"shape {list(codes.shape)}",
-            expected=f"[{config.num_experts or 'E'}, ...] over all experts of config.json",
-            next_step="config.json and the weights are of different checkpoints: fetch both again.",
-        )
-    experts, rows, columns = codes.shape
-    if fmt.dense and config.transposed:
-        rows, columns = columns, rows
-    if fmt.kind == "mxfp4":
-        columns *= 2
-    hidden = columns if projection != "down" else rows
-    if config.hidden_size is not None and hidden != config.hidden_size:
-        raise TensorError(
-            f"{files.path}: {name}",
-            found=f"shape {list(read['packed' if 'packed' in read else 'weight'].shape)}, so H = {hidden}",
-            expected=f"H = {config.hidden_size}, stored "
-            + ("(E, inputs, outputs)" if config.transposed else "(E, outputs, inputs)"),
-            next_step="Another storage order is never guessed from shapes; check model_type and hidden_size.",
-        )
-    return experts, rows // 2 if projection == "gate_up" else rows, columns

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -179,7 +180,7 @@ def _sizes(
         return columns * 8, rows
     if fmt.kind == "packed":
         assert shape_name is not None
-        shape: Sequence[int] = [int(size) for size in files.read(shape_name).flatten().tolist()]
+        shape = cast("list[int]", files.read(shape_name).flatten().long().tolist())
         if len(shape) != 2 or min(shape) < 1 or max(shape) > 2**31:
             raise TensorError(
                 f"{files.path}: {shape_name}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from fanfold.spec.lora import LoraPair
 from fanfold.spec.shape import ExpertShape
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
+# The reference reads sizes on the host, step by step, so torch.compile calls it as it is.
+eager_layer = cast("Callable[..., Tensor]", torch.compiler.disable(reference_layer))
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -59,7 +61,7 @@ class Experts(nn.Module):
         self.requested = implementation
         self.implementation = choose(_arch(self.device), implementation)
         self.adapter_rows = Rows()
-        self._pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
+        self.pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
 
     @property
     def shape(self) -> ExpertShape:
@@ -80,15 +82,14 @@ class Experts(nn.Module):
         """Fills a slot; what was in it is dropped."""
         self.drop(slot)
         for (projection, expert), pair in pairs.items():
-            self._pairs[projection][slot, expert] = pair
+            self.pairs[projection][slot, expert] = pair
 
     def drop(self, slot: int) -> None:
         """Empties a slot."""
-        for pairs in self._pairs.values():
+        for pairs in self.pairs.values():
             for key in [key for key in pairs if key[0] == slot]:
                 del pairs[key]
 
-    @torch.compiler.disable  # the reference reads sizes on the host, step by step
     def forward(
         self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None = None
     ) -> Tensor:
@@ -112,11 +113,13 @@ class Experts(nn.Module):
         if adapter_ids is None:
             adapter_ids = self.adapter_rows.ids(hidden.shape[0])
         with torch.no_grad():
-            out = reference_layer(
-                hidden, topk_ids, topk_weights, self.weights, self.activation, self._pairs, adapter_ids
-            )
-        return _NoBackward.apply(out, hidden) if torch.is_grad_enabled() and hidden.requires_grad else out  # type: ignore[no-any-return]
+            out = eager_layer(hidden, topk_ids, topk_weights, self.weights, self.activation, self.pairs, adapter_ids)
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            return cast("Tensor", _NoBackward.apply(out, hidden))
+        return out
 
+    @torch.compiler.disable  # the reference reads sizes on the host, step by step
+    @torch.no_grad()
     def extra_repr(self) -> str:
         """Formats and sizes."""
         shape = self.shape
@@ -130,9 +133,9 @@ class Experts(nn.Module):
         """Moves the packed weights with the module; casts (`.to(dtype)`, `.half()`) leave them as they are."""
         super()._apply(fn, recurse)
         self.weights = ExpertWeights(_moved(self.weights.gate_up, fn), _moved(self.weights.down, fn))
-        self._pairs = {
+        self.pairs = {
             name: {key: replace(pair, a=_move(pair.a, fn), b=_move(pair.b, fn)) for key, pair in pairs.items()}
-            for name, pairs in self._pairs.items()
+            for name, pairs in self.pairs.items()
         }
         self.implementation = choose(_arch(self.device), self.requested)
         return self
@@ -141,7 +144,7 @@ class Experts(nn.Module):
         tokens = hidden.shape[0] if hidden.dim() else 0
         top_k = ids.shape[1] if ids.dim() == 2 else 0
         integers = (torch.int32, torch.int64)
-        wanted = [
+        wanted: list[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
             ("hidden", hidden, (tokens, self.shape.hidden), FLOATS),
             ("topk_ids", ids, (tokens, top_k), integers),
             ("topk_weights", weights, (tokens, top_k), FLOATS),

@@ -1,7 +1,7 @@
 """One expert layer in readable torch: the oracle of every kernel.
 
-What it computes, to the rounding, is docs/semantics.md; the steps are numbered as there. Batch-invariant by construction:
-a row's bits depend on that row, its experts and its adapter alone.
+What it computes, to the rounding, is docs/semantics.md; the steps are numbered as there. Batch-invariant by
+construction: a row's bits depend on that row, its experts and its adapter alone.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ class WeightFormat:
 
 def _parse(name: str) -> WeightFormat | None:
     head, *rest = name.split("-")
-    for kind, bits in (("bf16", 16), ("fp16", 16), ("fp32", 32)):
-        if name == kind:
-            return WeightFormat(kind, bits)
+    for dense in DENSE_KINDS:
+        if name == dense:
+            return WeightFormat(dense, 32 if dense == "fp32" else 16)
     if head == "nvfp4" and rest in ([], ["divisor"]):
         return WeightFormat("nvfp4", 4, group_size=16, divisor=bool(rest))
     if name == "mxfp4":

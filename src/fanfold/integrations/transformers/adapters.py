@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fanfold.integrations.transformers.quantizer import modules_of
 from fanfold.layers.experts import Experts
 from fanfold.layers.linear import Linear, Router
 from fanfold.lora.pool import AdapterPool
@@ -28,12 +29,12 @@ def attach_adapters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     host.adapter_sites = _sites(model, rows, dtype)
     host.adapters = AdapterPool(model)
     model.register_forward_pre_hook(_note_rows(rows), with_kwargs=True)
-    host.generate = _expanding(model.generate, rows)
+    host.generate = _expanding(host.generate, rows)
 
 
 def _sites(model: PreTrainedModel, rows: Rows, dtype: torch.dtype) -> dict[str, Site]:
     sites: dict[str, Site] = {}
-    for path, module in model.named_modules():
+    for path, module in modules_of(model):
         if isinstance(module, Experts):
             module.adapter_rows = rows
             sites[path] = module

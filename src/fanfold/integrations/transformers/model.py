@@ -16,8 +16,8 @@ from fanfold.errors import ConfigError, MissingExpertsError, TensorError, Unsupp
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.matrix import BESIDE
 from fanfold.integrations.transformers.adapters import attach_adapters
-from fanfold.integrations.transformers.quantizer import METHOD, EmptyPlace, register
-from fanfold.load import build_experts, compute_dtype
+from fanfold.integrations.transformers.quantizer import METHOD, EmptyPlace, modules_of, register
+from fanfold.load import build_experts, compute_dtype, open_checkpoint
 from fanfold.select import choose
 from fanfold.spec.activation import Activation
 
@@ -79,18 +79,18 @@ def load_model(
         MissingExpertsError: experts of the model are not in the checkpoint.
         UnavailableError: no implementation for the device.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
     device = torch.device(device)
     choose("cpu" if device.type == "cpu" else "sm_90", implementation)
     model = _without_experts(checkpoint, chosen)
-    places = [(name, place) for name, place in model.named_modules() if isinstance(place, EmptyPlace)]
+    places = [(name, place) for name, place in modules_of(model) if isinstance(place, EmptyPlace)]
     _check_layers(checkpoint, model, places)
     for done, (name, place) in enumerate(places):
         if progress is not None:
             progress(done, len(places), f"experts of {name}")
         original = place.original[0]
-        experts = build_experts(checkpoint, _layer(name), activation_of(original), chosen, "auto", name)
+        experts = build_experts(checkpoint, layer_number(name), activation_of(original), chosen, "auto", name)
         experts.requested = implementation
         _check_place(checkpoint, name, original, experts.shape.num_experts)
         model.set_submodule(name, experts.to(device))
@@ -186,7 +186,7 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
+        config = cast("Any", AutoConfig).from_pretrained(str(checkpoint.path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             checkpoint.config.path,
@@ -198,7 +198,7 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
         if hasattr(fields, "quantization_config"):
             del fields.quantization_config
     config.quantization_config = {"quant_method": METHOD}
-    return config
+    return cast("PreTrainedConfig", config)
 
 
 def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
@@ -209,7 +209,8 @@ def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         )
 
 
-def _layer(name: str) -> int:
+def layer_number(name: str) -> int:
+    """The layer of a module's name, e.g. 3 of `model.layers.3.mlp.experts`."""
     match = LAYER.search(name)
     assert match is not None, name
     return int(match[1])
@@ -224,7 +225,7 @@ def _check_layers(checkpoint: Checkpoint, model: PreTrainedModel, places: list[t
             expected="a Mixture-of-Experts model of a family that uses transformers' experts interface",
             next_step="Load other models with transformers itself.",
         )
-    wanted = {_layer(name) for name, _ in places}
+    wanted = {layer_number(name) for name, _ in places}
     missing = sorted(wanted - set(checkpoint.layers))
     if missing:
         raise MissingExpertsError(
@@ -233,7 +234,7 @@ def _check_layers(checkpoint: Checkpoint, model: PreTrainedModel, places: list[t
             expected=f"experts of all {len(wanted)} expert layers",
             next_step="Fetch the missing shards. Experts are never filled with random weights.",
         )
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    ignored = cast("list[str]", getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     for layer in sorted(set(checkpoint.layers) - wanted):
         name = next(iter(checkpoint.layers[layer].names()))
         if not any(re.search(pattern, name) for pattern in ignored):

@@ -6,12 +6,16 @@ no random values. A quantizer may replace modules before weights are loaded, whi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "fanfold"
@@ -23,6 +27,11 @@ class EmptyPlace(nn.Module):
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.original = [original]  # in a list, so that its parameters are not the model's
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules; transformers' annotations leave them unknown."""
+    return list(cast("Any", model).named_modules())
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -41,17 +50,18 @@ class FanfoldQuantizer(HfQuantizer):
     """Replaces every experts module by an EmptyPlace before weights are loaded."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        for path, module in list(model.named_modules()):
+        for path, module in modules_of(model):
             if is_experts(module):
                 model.set_submodule(path, EmptyPlace(module))
         return model
 
-    def is_serializable(self) -> bool:
+    # transformers leaves the results of these two unannotated, which reads as None.
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The checkpoint on disk stays the only copy."""
         return False
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Inference only."""
         return False
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ def grouped(
         [R, N] in x's dtype: fp32 sums, rounded once. Rows of no expert are 0.
     """
     out = torch.zeros((x.shape[0], n), dtype=x.dtype, device=x.device)
-    offsets = expert_offsets.tolist()
-    for expert, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    offsets = cast("list[int]", expert_offsets.tolist())
+    for expert, (start, end) in enumerate(pairwise(offsets)):
         if start == end:
             continue
         y = invariant_matmul(x[start:end].float(), weight_of(expert))
