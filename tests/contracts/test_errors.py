@@ -42,9 +42,7 @@ def test_every_use_has_all_parts() -> None:
         seen += 1
         where = f"{path.relative_to(SRC)}:{call.lineno} {name}"
         assert len(call.args) == 1, f"{where}: one positional argument, what is at fault"
-        assert {keyword.arg for keyword in call.keywords} == PARTS, (
-            f"{where}: says found, expected, next_step"
-        )
+        assert {keyword.arg for keyword in call.keywords} == PARTS, f"{where}: says found, expected, next_step"
         for keyword in call.keywords:
             empty = isinstance(keyword.value, ast.Constant) and not keyword.value.value
             assert not empty, f"{where}: {keyword.arg} is empty"

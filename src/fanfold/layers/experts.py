@@ -118,8 +118,6 @@ class Experts(nn.Module):
             return cast("Tensor", _NoBackward.apply(out, hidden))
         return out
 
-    @torch.compiler.disable  # the reference reads sizes on the host, step by step
-    @torch.no_grad()
     def extra_repr(self) -> str:
         """Formats and sizes."""
         shape = self.shape

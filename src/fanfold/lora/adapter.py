@@ -140,9 +140,7 @@ def _plain(file: Path, config: AdapterConfig, module: str, factors: Factors) -> 
     )
 
 
-def _fused(
-    file: Path, config: AdapterConfig, module: str, by_depth: Mapping[int, Factors]
-) -> list[FusedTarget]:
+def _fused(file: Path, config: AdapterConfig, module: str, by_depth: Mapping[int, Factors]) -> list[FusedTarget]:
     # PEFT wraps the targeted parameters in the order of named_parameters: the first one lies innermost
     names = [name for name in FUSED_PARAMETERS if config.targets_parameter(f"{module}.{name}")]
     if sorted(by_depth) != list(range(len(names))):
@@ -165,7 +163,7 @@ def _fused(
 
 def _check_shapes(file: Path, key: str, factors: Factors, rank: int, *, stacked: bool) -> None:
     a, b = factors.a, factors.b
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
         raise TensorError(
             f"{file}: {key}",
             found=f"lora_A {list(a.shape)}, lora_B {list(b.shape)}",

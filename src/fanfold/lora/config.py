@@ -80,9 +80,7 @@ class AdapterConfig:
     def scale_of(self, key: str) -> float:
         """Scale of that target: alpha / r, or alpha / sqrt(r) with rsLoRA (update_layer of PEFT)."""
         rank = self.rank_of(key)
-        return _first_match(self.alpha_pattern, key, self.alpha) / (
-            math.sqrt(rank) if self.use_rslora else rank
-        )
+        return _first_match(self.alpha_pattern, key, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, key: str) -> bool:
         """Whether `target_parameters` names this parameter, e.g. model.layers.0.mlp.gate.weight."""
@@ -102,9 +100,7 @@ def read_config(folder: Path) -> AdapterConfig:
     fields = _read_json(file)
     _refuse_variants(file, fields)
     version = fields.get("peft_version")
-    if version is not None and not (
-        isinstance(version, str) and re.match(r"[0-9]{1,9}\.[0-9]{1,9}", version)
-    ):
+    if version is not None and not (isinstance(version, str) and re.match(r"[0-9]{1,9}\.[0-9]{1,9}", version)):
         raise _wrong(file, "peft_version", version, "a version such as 0.21.2, or no such field")
     rslora = fields.get("use_rslora", False)
     if not isinstance(rslora, bool):

@@ -24,7 +24,7 @@ def read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         MissingFileError: there is no adapter_model.safetensors.
         UnsupportedError: there is a pickled adapter_model.bin instead.
         CorruptFileError: the file is not safetensors, or is cut short.
-        TensorError: a tensor is not fp32, fp16 or bf16, or holds NaN or inf.
+        TensorError: a tensor is not fp32, fp16 or bf16, is empty, or holds NaN or inf.
     """
     file = folder / FILE_NAME
     try:
@@ -38,7 +38,8 @@ def read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
             expected="a whole safetensors file",
             next_step="Copy the adapter again, and compare its size with the source.",
         ) from error
-    return file, {name: _tensor(file, name, entry) for name, entry in entries}
+    by_name = dict(entries)  # in no fixed order
+    return file, {name: _tensor(file, name, by_name[name]) for name in sorted(by_name)}
 
 
 def _tensor(file: Path, name: str, entry: dict[str, Any]) -> Tensor:
@@ -50,10 +51,14 @@ def _tensor(file: Path, name: str, entry: dict[str, Any]) -> Tensor:
             expected="F32, F16 or BF16",
             next_step="Save the adapter again in one of these.",
         )
-    shape: list[int] = entry["shape"]
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(entry["data"], dtype=dtype).reshape(shape)
+    if 0 in entry["shape"]:
+        raise TensorError(
+            f"{file}: {name}",
+            found=f"shape {entry['shape']}",
+            expected="a tensor with values",
+            next_step="Save the adapter again with PEFT.",
+        )
+    tensor = torch.frombuffer(entry["data"], dtype=dtype)
     finite = torch.isfinite(tensor)
     if not finite.all():
         bad = tensor.numel() - int(finite.sum())
@@ -63,7 +68,7 @@ def _tensor(file: Path, name: str, entry: dict[str, Any]) -> Tensor:
             expected="finite weights",
             next_step="Training diverged or the file is damaged; use an earlier checkpoint of it.",
         )
-    return tensor
+    return tensor.reshape(entry["shape"])
 
 
 def _missing(folder: Path) -> MissingFileError | UnsupportedError:

@@ -262,9 +262,7 @@ def _check_name(name: object) -> None:
 
 def _checked_names(names: object) -> list[str]:
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
-    entries = [
-        BASE if entry is None else entry for entry in cast("Sequence[object]", names if is_list else [])
-    ]
+    entries = [BASE if entry is None else entry for entry in cast("Sequence[object]", names if is_list else [])]
     checked = [entry for entry in entries if isinstance(entry, str)]
     if not is_list or len(checked) != len(entries):
         raise ArgumentError(

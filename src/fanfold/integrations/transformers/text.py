@@ -84,7 +84,7 @@ class Batch:
 
 def load_for_text(
     checkpoint: str | Path, adapters: Mapping[str, str | Path], *, progress: Progress | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model with its adapters loaded, and its tokenizer.
 
     Args:
