@@ -1,0 +1,46 @@
+"""Pairs in the dtype of their site."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lora_files import FakeSite
+
+from fanfold.errors import TensorError
+from fanfold.lora.adapter import Projection
+from fanfold.lora.convert import convert
+from fanfold.spec import LoraPair
+
+
+def pair(value: float = 1.2345678) -> LoraPair:
+    return LoraPair(torch.full((2, 5), value), torch.full((2, 3), value).T, 0.75)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_linear_pair(dtype: torch.dtype) -> None:
+    found = convert(pair(), FakeSite("q_proj", dtype))
+    assert isinstance(found, LoraPair)
+    assert torch.equal(found.a, pair().a.to(dtype))
+    assert torch.equal(found.b, pair().b.to(dtype))
+    assert found.b.is_contiguous()
+    assert found.scale == 0.75  # an fp32 factor, whatever the dtype
+
+
+def test_expert_pairs_go_on_sharing_their_a() -> None:
+    a, up = torch.ones(2, 5), torch.ones(3, 2)
+    pairs: dict[tuple[Projection, int], LoraPair] = {
+        ("gate", 0): LoraPair(a, torch.zeros(3, 2), 1.0),
+        ("up", 0): LoraPair(a, up, 2.0),
+    }
+    found = convert(pairs, FakeSite("experts", torch.bfloat16))
+    assert not isinstance(found, LoraPair)
+    assert found["gate", 0].a is found["up", 0].a
+    assert found["up", 0].b.dtype == torch.bfloat16
+    assert found["up", 0].scale == 2.0
+
+
+def test_values_too_large_for_the_dtype_are_refused() -> None:
+    assert isinstance(convert(pair(70000.0), FakeSite("q_proj", torch.bfloat16)), LoraPair)
+    with pytest.raises(TensorError, match=r"values up to 70000; expected values within torch\.float16") as caught:
+        convert(pair(70000.0), FakeSite("q_proj", torch.float16))
+    assert "q_proj" in caught.value.what
