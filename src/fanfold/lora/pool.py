@@ -38,7 +38,8 @@ class _Entry:
 class AdapterPool:
     """The adapters of a model or of one expert layer.
 
-    Loading, replacing and unloading may happen in other threads, while rows that use other adapters run.
+    Loading, replacing and unloading may happen in other threads, while rows that use other adapters run. `using`
+    is for one thread at a time: a model runs one batch at a time.
 
     Args:
         target: a model of fanfold.load_model or a fanfold.Experts. For a single expert layer, the parts of
