@@ -91,10 +91,12 @@ class CheckpointFiles:
                 next_step="`fanfold inspect` lists what the checkpoint holds.",
             )
         try:
-            if info.file not in self._open:
-                self._open[info.file] = safe_open(str(info.file), framework="pt")
+            shard = self._open.get(info.file)
+            if shard is None:
+                self._open.clear()  # pages of a mapped shard stay in memory until it is closed: one at a time
+                shard = self._open[info.file] = cast("Any", safe_open)(str(info.file), framework="pt")
             # The tensor safetensors returns may be a view of the mapped file; a copy outlives changes of the file.
-            return cast(Tensor, self._open[info.file].get_tensor(name)).clone()
+            return cast(Tensor, shard.get_tensor(name)).clone()
         except (SafetensorError, OSError) as error:
             raise CorruptFileError(
                 f"{info.file}: {name}",

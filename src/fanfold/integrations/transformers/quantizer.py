@@ -49,6 +49,10 @@ class FanfoldConfig(QuantizationConfigMixin):
 class FanfoldQuantizer(HfQuantizer):
     """Replaces every experts module by an EmptyPlace before weights are loaded."""
 
+    def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: Any) -> None:
+        # What transformers is given is plain: it casts every tensor as for any model, and one by one.
+        super().__init__(quantization_config, **{**kwargs, "pre_quantized": False})
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for path, module in modules_of(model):
             if is_experts(module):
