@@ -24,10 +24,9 @@ KNOWS: dict[str, set[str]] = {
     "reference": {"torch"},
     "layers": {"torch"},
     "load": {"torch"},
-    "inspect": {"torch"},
-    "verify": {"torch"},
-    "explain": set(),
-    "testing": {"torch"},
+    "explanation": set(),
+    "inspection": set(),
+    "verification": {"torch"},
     "integrations": {"torch", "transformers", "safetensors"},
     "cli": {"typer", "rich"},
 }

@@ -5,14 +5,14 @@ from __future__ import annotations
 from enum import StrEnum
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fanfold.cli.output import BASE, errors_reported, out, progress_bar
+from fanfold.cli.output import BASE, errors_reported, grid, human_bytes, out, progress_bar
 from fanfold.errors import MissingFileError
 
 if TYPE_CHECKING:
@@ -118,12 +118,9 @@ def print_loaded(checkpoint: dict[str, Any], adapters: list[dict[str, Any]]) -> 
 def print_check(report: dict[str, Any]) -> None:
     """How far this packed run is from a dense fp32 one, and whether adapters leave base rows alone."""
     logits: dict[str, float] = report["logits"]
-    equal = (
-        "bit-equal to a run without adapters" if report["base_rows_bit_equal"] else "DIFFER from a run without adapters"
-    )
-    difference = (
-        f"{logits['max_abs_difference']:.1e} at most from a dense fp32 run (relative {logits['relative_error']:.1e})"
-    )
+    difference = f"at most {logits['max_abs_difference']:.1e} from a dense fp32 run of the same weights"
+    relative = f"relative error {logits['relative_error']:.1e}, tolerance {report['tolerance']:.0e}"
+    equal = "bit-equal to" if report["base_rows_bit_equal"] else "NOT bit-equal to"
     verdict = Text("passed", "bold green") if report["ok"] else Text("FAILED", "bold red")
     out.print(Text.assemble(("Check ", "bold"), verdict))
-    out.print(grid([("logits", difference), ("base rows", equal)]))
+    out.print(grid([("logits", f"{difference}\n{relative}"), ("base rows", f"{equal} a run without adapters")]))

@@ -49,10 +49,7 @@ def checkpoint_rows(report: dict[str, Any]) -> list[tuple[str, str | Text]]:
     rows: list[tuple[str, str | Text]] = [
         ("model", f"{report['model_type']}, {quantised}"),
         ("experts", f"{experts['layers']} layers of {experts['num_experts']}, {shape}, {activation}"),
-        (
-            "bytes",
-            f"experts {human_bytes(sizes['experts'])} ({share:.0%} of BF16), other {human_bytes(sizes['other'])}",
-        ),
+        ("bytes", f"{used}, other {human_bytes(sizes['other'])}"),
         *format_rows(report["layers"]),
         ("packed", "\n".join(collapsed(report["packed"]))),
     ]
