@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from fanfold.errors import ArgumentError, CheckpointWarning
+from fanfold.errors import ArgumentError, CheckpointWarning, UnavailableError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.evidence import zero_point_warning
-from fanfold.layers.experts import Experts
+from fanfold.layers.experts import Experts, arch_of
+from fanfold.select import choose
 from fanfold.spec.activation import Activation
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -39,14 +40,13 @@ def load_experts(
         MissingFileError, CorruptFileError, ConfigError, TensorError, UnsupportedError: see fanfold.errors; each names
             the file or tensor.
         MissingExpertsError: the layer has no experts, or not all of them.
-        UnavailableError: no implementation for the device.
+        ArgumentError: a device, dtype or implementation that does not exist.
+        UnavailableError: the device is not there, or no implementation runs on it.
     """
+    target = checked_device(device, implementation)
     checkpoint = open_checkpoint(path)
-    experts = build_experts(
-        checkpoint, layer, checkpoint.config.activation, compute_dtype(checkpoint, dtype), "auto", None
-    )
-    experts.requested = implementation
-    return experts.to(torch.device(device))
+    chosen = compute_dtype(checkpoint, dtype)
+    return build_experts(checkpoint, layer, checkpoint.config.activation, chosen, target, implementation)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -63,20 +63,51 @@ def build_experts(
     layer: int,
     activation: Activation,
     dtype: torch.dtype,
+    device: torch.device,
     implementation: str,
-    path: str | None,
+    path: str | None = None,
 ) -> Experts:
-    """Reads one layer's experts onto the CPU; `path` is the module's name in the model (None: as in the file)."""
+    """Reads one layer's experts onto a device; `path` is the module's name in the model (None: as in the file)."""
     tensors = checkpoint.layer(layer)
-    return Experts(
+    experts = Experts(
         checkpoint.read_experts(layer),
         activation,
         dtype=dtype,
-        implementation=implementation,
         path=path or tensors.container,
         interleaved=checkpoint.config.interleaved,
         transposed=checkpoint.config.transposed,
     )
+    experts.requested = implementation  # the host that reads may be another device than the one that runs
+    return experts.to(device)
+
+
+def checked_device(device: str | torch.device, implementation: str) -> torch.device:
+    """The device, where it is there and an implementation runs on it.
+
+    Raises:
+        ArgumentError: neither a CPU nor a CUDA device, or no implementation of that name.
+        UnavailableError: the device is not there, or no implementation runs on it.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ArgumentError(
+            "device",
+            found=repr(device),
+            expected='"cpu" or "cuda"',
+            next_step='Pass device="cpu".',
+        )
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"device {found}",
+            found=f"{torch.cuda.device_count()} CUDA devices",
+            expected="that device, and a CUDA build of torch",
+            next_step='Pass device="cpu".',
+        )
+    choose(arch_of(found), implementation)
+    return found
 
 
 def compute_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> torch.dtype:
@@ -90,7 +121,7 @@ def compute_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> to
     found = wanted if isinstance(wanted, torch.dtype) else DTYPES.get(str(wanted).removeprefix("torch."))
     if found not in DTYPES.values():
         raise ArgumentError(
-            "dtype",
+            f"{checkpoint.config.path}: dtype" if dtype is None else "dtype",
             found=repr(wanted),
             expected=f"one of {', '.join(DTYPES)}",
             next_step="Pass dtype=torch.bfloat16.",

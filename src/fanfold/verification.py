@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fanfold.formats.codec import dequantize_expert
-from fanfold.integrations.transformers.model import layer_number, load_model
+from fanfold.integrations.transformers.model import load_model
+from fanfold.integrations.transformers.places import layer_number
 from fanfold.layers.experts import Experts
 from fanfold.layers.linear import Linear
 from fanfold.spec.lora import LoraPair
@@ -57,8 +58,8 @@ def verify(
     batch = row.expand(len(names), -1)
     with torch.inference_mode():
         with model.adapters.using(names):
-            packed: Tensor = model(input_ids=batch).logits
-        without: Tensor = model(input_ids=batch).logits
+            packed = _logits(model, batch)
+        without = _logits(model, batch)
         sites = cast("Mapping[str, object]", model.adapter_sites)
         layers = {at: site for at, site in sites.items() if isinstance(site, Experts)}
         errors = dict.fromkeys(layers, 0.0)
@@ -68,9 +69,9 @@ def verify(
                 progress(done, len(names), f"dense run of {name or 'the base'}")
             slot = -1 if name is None else model.adapters.slot(name)
             with _dense(model, layers, slot, errors):
-                dense: Tensor = model(input_ids=row).logits[0]
+                dense = _logits(model, row)[0]
             logits = max(logits, relative_error(packed[done], dense))
-            largest = max(largest, float((packed[done] - dense).abs().max()))
+            largest = max(largest, (packed[done] - dense).abs().max().item())
         if progress is not None:
             progress(len(names), len(names), "dense runs")
     equal = torch.equal(packed[0], without[0])
@@ -86,9 +87,14 @@ def verify(
     }
 
 
+def _logits(model: Any, input_ids: Tensor) -> Tensor:
+    return model(input_ids=input_ids).logits
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected| over all elements; infinite where something is not finite."""
-    error = float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
+    norm = torch.linalg.vector_norm
+    error = (norm(found - expected) / norm(expected).clamp_min(torch.finfo(torch.float32).tiny)).item()
     return error if error == error else float("inf")
 
 
@@ -100,18 +106,18 @@ def _dense(model: nn.Module, layers: Mapping[str, Experts], slot: int, errors: d
         skeleton = type(host)(host.config)
     skeleton.set_experts_implementation("eager")
     linears = [site for site in host.adapter_sites.values() if isinstance(site, Linear) and (slot, 0) in site.pairs]
-    kept = [site.weight.data for site in linears]
+    kept = [cast("nn.Parameter", site.module.weight) for site in linears]
     try:
         for at, experts in layers.items():
             host.set_submodule(at, _DenseExperts(at, experts, skeleton.get_submodule(at), slot, errors))
-        for site, weight in zip(linears, kept, strict=True):
-            site.weight.data = weight + _delta(site.pairs[slot, 0])
+        for site, weight in zip(linears, kept, strict=True):  # a parameter of its own: another module may share this
+            site.module.weight = nn.Parameter(weight + _delta(site.pairs[slot, 0]), requires_grad=False)
         yield
     finally:
         for at, experts in layers.items():
             host.set_submodule(at, experts)
         for site, weight in zip(linears, kept, strict=True):
-            site.weight.data = weight
+            site.module.weight = weight
 
 
 class _DenseExperts(nn.Module):

@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fanfold.errors import ArgumentError, InferenceOnlyError
+from fanfold.errors import ArgumentError
+from fanfold.layers.backward import without_backward
 from fanfold.layers.reference import layer as reference_layer
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
@@ -59,7 +60,7 @@ class Experts(nn.Module):
         self.interleaved = interleaved
         self.transposed = transposed
         self.requested = implementation
-        self.implementation = choose(_arch(self.device), implementation)
+        self.implementation = choose(arch_of(self.device), implementation)
         self.adapter_rows = Rows()
         self.pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
 
@@ -111,12 +112,11 @@ class Experts(nn.Module):
         """
         self._check(hidden, topk_ids, topk_weights, adapter_ids)
         if adapter_ids is None:
-            adapter_ids = self.adapter_rows.ids(hidden.shape[0])
+            rows = self.adapter_rows.ids(hidden.shape[0])
+            adapter_ids = None if rows is None else rows.to(hidden.device)
         with torch.no_grad():
             out = eager_layer(hidden, topk_ids, topk_weights, self.weights, self.activation, self.pairs, adapter_ids)
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            return cast("Tensor", _NoBackward.apply(out, hidden))
-        return out
+        return without_backward(out, hidden, topk_weights)
 
     def extra_repr(self) -> str:
         """Formats and sizes."""
@@ -128,14 +128,18 @@ class Experts(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves the packed weights with the module; casts (`.to(dtype)`, `.half()`) leave them as they are."""
+        """Moves the packed weights with the module; casts (`.to(dtype)`, `.half()`) leave them as they are.
+
+        Raises:
+            ArgumentError: a cast that means packed words too (`.type(dtype)`).
+        """
         super()._apply(fn, recurse)
         self.weights = ExpertWeights(_moved(self.weights.gate_up, fn), _moved(self.weights.down, fn))
         self.pairs = {
             name: {key: replace(pair, a=_move(pair.a, fn), b=_move(pair.b, fn)) for key, pair in pairs.items()}
             for name, pairs in self.pairs.items()
         }
-        self.implementation = choose(_arch(self.device), self.requested)
+        self.implementation = choose(arch_of(self.device), self.requested)
         return self
 
     def _check(self, hidden: Tensor, ids: Tensor, weights: Tensor, adapter_ids: Tensor | None) -> None:
@@ -159,24 +163,8 @@ class Experts(nn.Module):
                 )
 
 
-class _NoBackward(torch.autograd.Function):
-    """Hands the result through; refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, hidden: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise InferenceOnlyError(
-            "backward through fanfold.Experts",
-            found="a gradient",
-            expected="inference only",
-            next_step="Run under torch.no_grad() or torch.inference_mode().",
-        )
-
-
-def _arch(device: torch.device) -> str:
+def arch_of(device: torch.device) -> str:
+    """`cpu`, or `sm_NN` of a CUDA device, as `select` has it."""
     if device.type != "cuda":
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
@@ -185,10 +173,16 @@ def _arch(device: torch.device) -> str:
 
 def _move(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """`fn` on the bytes of a tensor, so that it can move them but not cast them."""
-    if not tensor.is_floating_point():
-        return fn(tensor)
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return fn(flat).view(tensor.dtype).reshape(tensor.shape)
+    plain = tensor if not tensor.is_floating_point() else tensor.contiguous().reshape(-1).view(torch.uint8)
+    moved = fn(plain)
+    if moved.dtype != plain.dtype:
+        raise ArgumentError(
+            "packed experts",
+            found=f"a cast to {_short(moved.dtype)}",
+            expected="weights that stay as the quantiser wrote them",
+            next_step="Load the checkpoint with another dtype to change the activations' dtype.",
+        )
+    return moved.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _moved(projection: ProjectionWeights, fn: Callable[[Tensor], Tensor]) -> ProjectionWeights:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fanfold.errors import UnsupportedError
 from fanfold.kernels.lora.reference import lora_fold
+from fanfold.layers.backward import without_backward
 from fanfold.lora.rows import Rows
 from fanfold.spec.lora import LoraPair
 
@@ -79,10 +81,11 @@ class Linear:
         if ids is None:
             return y
         with torch.no_grad():
+            ids = ids.to(y.device)
             out = y.detach().reshape(-1, self.out_features).clone()
             experts = torch.zeros_like(ids)
             lora_fold(out, x.detach().reshape(-1, self.in_features).to(out.dtype), self.pairs, ids, experts)
-        return out.view_as(y)
+        return without_backward(out.view_as(y), x, y)
 
 
 class Router(Linear):
@@ -97,8 +100,16 @@ class Router(Linear):
         forward = self.module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with _FirstLinear(self):
-                return forward(*args, **kwargs)
+            with _FirstLinear(self) as first:
+                result = forward(*args, **kwargs)
+            if not first.done:
+                raise UnsupportedError(
+                    f"adapter of the router {self.path}",
+                    found=f"a {type(self.module).__name__} that does not multiply by torch.nn.functional.linear",
+                    expected="a product whose result the delta can be added to",
+                    next_step="Unload the adapter; routers of this family can't be adapted yet.",
+                )
+            return result
 
         def detach() -> None:
             del self.module.forward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,17 +11,22 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from fanfold.errors import ConfigError, MissingExpertsError, TensorError, UnsupportedError
+from fanfold.errors import ConfigError, TensorError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.matrix import BESIDE
+from fanfold.formats.names import expert_name
 from fanfold.integrations.transformers.adapters import attach_adapters
+from fanfold.integrations.transformers.places import (
+    activation_of,
+    check_layers,
+    check_place,
+    layer_number,
+    no_places,
+)
 from fanfold.integrations.transformers.quantizer import METHOD, EmptyPlace, modules_of, register
-from fanfold.load import build_experts, compute_dtype, open_checkpoint
-from fanfold.select import choose
-from fanfold.spec.activation import Activation
+from fanfold.load import build_experts, checked_device, compute_dtype, open_checkpoint
 
 Progress = Callable[[int, int, str], None]
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class LazyWeight:
@@ -77,61 +81,29 @@ def load_model(
     Raises:
         MissingFileError, CorruptFileError, ConfigError, TensorError, UnsupportedError: each names the file or tensor.
         MissingExpertsError: experts of the model are not in the checkpoint.
-        UnavailableError: no implementation for the device.
+        ArgumentError: a device, dtype or implementation that does not exist.
+        UnavailableError: the device is not there, or no implementation runs on it.
     """
+    target = checked_device(device, implementation)
     checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
-    device = torch.device(device)
-    choose("cpu" if device.type == "cpu" else "sm_90", implementation)
     model = _without_experts(checkpoint, chosen)
     places = [(name, place) for name, place in modules_of(model) if isinstance(place, EmptyPlace)]
-    _check_layers(checkpoint, model, places)
+    check_layers(checkpoint, model, places)
     for done, (name, place) in enumerate(places):
         if progress is not None:
             progress(done, len(places), f"experts of {name}")
         original = place.original[0]
-        experts = build_experts(checkpoint, layer_number(name), activation_of(original), chosen, "auto", name)
-        experts.requested = implementation
-        _check_place(checkpoint, name, original, experts.shape.num_experts)
-        model.set_submodule(name, experts.to(device))
+        activation = activation_of(original)
+        experts = build_experts(checkpoint, layer_number(name), activation, chosen, target, implementation, name)
+        check_place(checkpoint, name, original, experts.weights)
+        model.set_submodule(name, experts)
     if progress is not None:
         progress(len(places), len(places), "experts")
-    checkpoint.files.close()
-    cast("nn.Module", model).to(device)
+    cast("nn.Module", model).to(target)
     model.requires_grad_(False)
     attach_adapters(model, chosen)
     return model
-
-
-def activation_of(experts: nn.Module) -> Activation:
-    """The activation of transformers' experts module.
-
-    Raises:
-        UnsupportedError: its gate is of a kind that fanfold does not run.
-    """
-    kind = type(experts).__name__
-    if kind == "GptOssExperts":
-        return Activation(
-            "clamped_swiglu", alpha=float(cast("Any", experts).alpha), limit=float(cast("Any", experts).limit)
-        )
-    function = type(getattr(experts, "act_fn", None)).__name__
-    gated = bool(getattr(experts, "has_gate", True))
-    own_gate = getattr(type(experts), "_apply_gate", None)
-    plain = getattr(own_gate, "__name__", "") == "_default_apply_gate" and not getattr(
-        experts, "has_post_expert_norm", False
-    )
-    if gated and plain and function in ("SiLUActivation", "SiLU"):
-        return Activation("silu")
-    if gated and plain and function in ("GELUTanh", "NewGELUActivation", "PytorchGELUTanh"):
-        return Activation("gelu_tanh")
-    if not gated and function == "ReLUSquaredActivation":
-        return Activation("relu2")
-    raise UnsupportedError(
-        f"activation of {kind}",
-        found=f"{function}{'' if plain else ' with a gate of its own'}",
-        expected="SiLU or tanh-GELU gates, gpt-oss's clamped SwiGLU, or relu^2 without a gate",
-        next_step="Experts of this family are not run yet.",
-    )
 
 
 def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -150,14 +122,7 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     for module in checkpoint.packed:
         state[f"{module}.weight"] = LazyWeight(checkpoint, module, module, dtype)
     config = _config(checkpoint)
-    model_class = getattr(transformers, (config.architectures or [""])[0], None)
-    if model_class is None:
-        raise ConfigError(
-            f"{checkpoint.config.path}: architectures",
-            found=repr(config.architectures),
-            expected=f"a model class of transformers {transformers.__version__}",
-            next_step="Install a transformers that knows this model.",
-        )
+    model_class = _model_class(checkpoint, config)
     try:
         loaded = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
@@ -170,6 +135,9 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             next_step="Compare config.json with the weights; fetch both again.",
         ) from error
     model, report = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
+    experts = sorted(name for name in report.get("missing_keys") or () if expert_name(name) is not None)
+    if experts:
+        raise no_places(checkpoint, model_class.__name__, f"experts such as {experts[0]} outside that interface")
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(map(str, report.get(what) or ()))
         if names:
@@ -182,6 +150,20 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             )
     _generation_config(checkpoint, model)
     return model
+
+
+def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    names = cast("list[object] | None", config.architectures)
+    name = names[0] if names else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise ConfigError(
+            f"{checkpoint.config.path}: architectures",
+            found=repr(names),
+            expected=f"a model class of transformers {transformers.__version__}",
+            next_step="Install a transformers that knows this model.",
+        )
+    return found
 
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -206,52 +188,4 @@ def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     if (checkpoint.path / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(
             str(checkpoint.path), local_files_only=True
-        )
-
-
-def layer_number(name: str) -> int:
-    """The layer of a module's name, e.g. 3 of `model.layers.3.mlp.experts`."""
-    match = LAYER.search(name)
-    assert match is not None, name
-    return int(match[1])
-
-
-def _check_layers(checkpoint: Checkpoint, model: PreTrainedModel, places: list[tuple[str, EmptyPlace]]) -> None:
-    """Experts for every place, a place for all experts."""
-    if not places:
-        raise UnsupportedError(
-            f"{checkpoint.path}: {type(model).__name__}",
-            found="no stacked experts that fanfold knows",
-            expected="a Mixture-of-Experts model of a family that uses transformers' experts interface",
-            next_step="Load other models with transformers itself.",
-        )
-    wanted = {layer_number(name) for name, _ in places}
-    missing = sorted(wanted - set(checkpoint.layers))
-    if missing:
-        raise MissingExpertsError(
-            str(checkpoint.path),
-            found=f"no experts for layers {', '.join(map(str, missing))}",
-            expected=f"experts of all {len(wanted)} expert layers",
-            next_step="Fetch the missing shards. Experts are never filled with random weights.",
-        )
-    ignored = cast("list[str]", getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    for layer in sorted(set(checkpoint.layers) - wanted):
-        name = next(iter(checkpoint.layers[layer].names()))
-        if not any(re.search(pattern, name) for pattern in ignored):
-            raise TensorError(
-                f"{checkpoint.path}: {name}",
-                found=f"experts of layer {layer}",
-                expected=f"experts of layers {', '.join(map(str, sorted(wanted)))} only",
-                next_step="config.json and the weights are of different checkpoints: fetch both again.",
-            )
-
-
-def _check_place(checkpoint: Checkpoint, name: str, original: nn.Module, experts: int) -> None:
-    expected = cast("int", original.num_experts)
-    if experts != expected:
-        raise MissingExpertsError(
-            f"{checkpoint.path}: {name}",
-            found=f"{experts} experts",
-            expected=f"{expected}, as config.json states",
-            next_step="Fetch the missing shards. Experts are never filled with random weights.",
         )
