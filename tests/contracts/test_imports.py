@@ -57,3 +57,28 @@ def test_rooms_below_integrations_import_without(package: str) -> None:
 
 def test_public_names_are_found_lazily() -> None:
     fresh("import fanfold\nfor name in fanfold.__all__: getattr(fanfold, name)")
+
+
+def test_without_transformers_a_model_is_refused_and_experts_still_load() -> None:
+    checkpoint = str(SRC.parent / "tests" / "golden" / "gptqmodel_mixtral_w4_g32")
+    code = f"""
+import torch, fanfold
+try:
+    fanfold.load_model({checkpoint!r})
+except fanfold.errors.UnavailableError as error:
+    assert "fanfold[hf]" in error.next_step
+else:
+    raise SystemExit("load_model did not refuse")
+experts = fanfold.load_experts({checkpoint!r}, layer=0, dtype=torch.float32)
+hidden = torch.ones(1, experts.shape.hidden)
+print(*experts(hidden, torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])).shape)
+"""
+    assert fresh(BLOCK.format(package="transformers") + code) == "1 64"
+
+
+@pytest.mark.parametrize("package", ["triton", "transformers", "compressed_tensors", "peft"])
+def test_inspect_needs_no_optional_package(package: str) -> None:
+    code = "import fanfold; print(fanfold.inspect({!r})['can_run'])"
+    golden = SRC.parent / "tests" / "golden"
+    for folder in ("ct_qwen3moe_nvfp4", "peft_qwen3moe_target_parameters"):
+        assert fresh(BLOCK.format(package=package) + code.format(str(golden / folder))) == "True"

@@ -29,7 +29,7 @@ def sample_commands() -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for block in blocks("console"):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
+            command, _, output = part.replace("\\\n", " ").partition("\n")
             found.append((command, output))
     return found
 

@@ -1,1 +1,13 @@
 """fanfold inside transformers."""
+
+from fanfold.errors import UnavailableError
+
+try:
+    import transformers as transformers
+except ImportError as error:
+    raise UnavailableError(
+        "transformers",
+        found=str(error),
+        expected="transformers 5.17 or newer, which loads models and generates text",
+        next_step="Install it: pip install 'fanfold[hf]'. fanfold.load_experts and fanfold.inspect work without.",
+    ) from error
