@@ -1,0 +1,26 @@
+"""Activations in fp32 (device functions)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(gate, up, alpha, limit, KIND: tl.constexpr):
+    """The input of down from rounded outputs of gate and up, in fp32; relu2 reads `up` alone."""
+    up = up.to(tl.float32)
+    if KIND == "relu2":
+        up = tl.maximum(up, 0.0)
+        return up * up
+    else:
+        gate = gate.to(tl.float32)
+        if KIND == "silu":
+            return gate * tl.sigmoid(gate) * up
+        elif KIND == "gelu_tanh":
+            # (1 + tanh u) / 2 = sigmoid(2 u), with u = sqrt(2 / pi) (gate + 0.044715 gate^3)
+            twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            return gate * tl.sigmoid(twice) * up
+        else:
+            tl.static_assert(KIND == "clamped_swiglu")
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+            return (up + 1.0) * (gate * tl.sigmoid(alpha * gate))

@@ -1,0 +1,36 @@
+"""Small floats to larger ones, exactly (device functions).
+
+A small float with a smaller exponent bias becomes a larger one by moving its fields into place and multiplying by the
+power of two between the biases. Subnormals come out right as well: they are moved onto subnormals.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e2m1_to_fp32(code):
+    """E2M1 codes int32 in [0, 16) -> fp32; bias 1 against 127."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def e4m3_to_fp16(code, NATIVE: tl.constexpr):
+    """E4M3 bytes (uint8) -> fp16; bias 7 against 15. NaN bytes, which loading refuses, are not told from numbers.
+
+    NATIVE: the machine converts (sm_89 and later).
+    """
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        wide = code.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def e8m0_to_fp32(code):
+    """E8M0 bytes (uint8) -> fp32 2^(code - 127); code 0 is the subnormal 2^-127. Loading refuses 255 (NaN)."""
+    bits = code.to(tl.int32) << 23
+    return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)

@@ -1,0 +1,166 @@
+"""The grouped product, one launch for all (token, expert) rows: y = act(x . W[e]^T + bias[e]) (device functions).
+
+Weights are the left operand of the matrix unit and tokens the right one, so that a small batch wastes little. What
+differs between formats are the functions that read a tile's codes and zero points, and a few constants.
+
+A program makes BLOCK_N outputs for up to BLOCK_T rows of one expert and sums over K from the first step to the last.
+A row's bits so depend on the config, not on the other rows nor on its place in the tile.
+"""
+
+import triton
+import triton.language as tl
+
+from fanfold.kernels.common.activations import activate
+from fanfold.kernels.common.scales import load_scales, spread
+
+
+@triton.jit
+def add_step(
+    acc, x, w, s, z, order, expert, half, n0, N, k0, K,
+    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_T] + W[n0 : n0 + BLOCK_N, k0 : k0 + BLOCK_K] . x [BLOCK_K, BLOCK_T].
+
+    The weights enter the product in x's dtype: as (code - zero) * scale, made in fp32 and rounded once, where scales
+    belong to the weights; else as code - zero, which is exact.
+    """
+    n = n0 + tl.arange(0, BLOCK_N)
+    run = k0 + tl.arange(0, BLOCK_K // RUN) * RUN
+    if order.ptr is None:
+        group = run // s.group_size
+    else:
+        group = tl.load(order.ptr + expert * order.stride_e + half * order.stride_p + run, mask=run < K, other=0)
+    matrix = w.ptr + expert * w.stride_e + half * w.stride_p
+    tile = CODES(matrix, n0, N, k0, K, w.stride_n, w.stride_k, BITS, NATIVE_E4M3, BLOCK_N, BLOCK_K)
+    if ZERO is not None:
+        # The code becomes the low bits of fp32 2^23 + code; less 2^23 + zero that is exact.
+        tile = (tile | 0x4B000000).to(tl.float32, bitcast=True)
+        if ZEROS is None:
+            tile -= ZERO + 8388608.0
+        else:
+            matrix = z.ptr + expert * z.stride_e + half * z.stride_p
+            zero = ZEROS(matrix, n, n < N, group, run < K, z.stride_n, z.stride_g, BITS, V1)
+            tile -= spread(zero.to(tl.float32) + 8388608.0, BLOCK_N, BLOCK_K)
+    if SCALE_AT == "weight" or SCALE_AT == "sum":
+        matrix = s.ptr + expert * s.stride_e + half * s.stride_p
+        scale = load_scales(matrix, n, n < N, group, run < K, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
+        if SCALE_AT == "weight":
+            tile = tile.to(tl.float32) * spread(scale, BLOCK_N, BLOCK_K)
+            return tl.dot(tile.to(x.dtype), x, acc, input_precision="ieee")
+        else:
+            return acc + tl.dot(tile.to(x.dtype), x, input_precision="ieee") * scale
+    else:
+        return tl.dot(tile.to(x.dtype), x, acc, input_precision="ieee")
+
+
+@triton.jit
+def finish(
+    acc, s, m_ptr, b_ptr, expert, half, n0, N,
+    HALVES: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr, DIVIDE: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The rounded sums [BLOCK_N, BLOCK_T]: what all inputs of an output share comes last, in fp32."""
+    n = n0 + tl.arange(0, BLOCK_N)
+    if SCALE_AT == "end":
+        only = tl.zeros((1,), tl.int32)
+        matrix = s.ptr + expert * s.stride_e + half * s.stride_p
+        acc *= load_scales(matrix, n, n < N, only, only == 0, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
+    if m_ptr is not None:
+        scale = tl.load(m_ptr + expert * HALVES + half)
+        if DIVIDE:
+            acc /= scale
+        else:
+            acc *= scale
+    if b_ptr is not None:
+        bias = tl.load(b_ptr + (expert * HALVES + half) * N + n, mask=n < N, other=0.0)
+        acc += bias.to(tl.float32)[:, None]
+    return acc.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["slots", "top_k", "alpha", "limit"])
+def grouped_product(
+    x_ptr, y_ptr, w, s, z, order, m_ptr, b_ptr, work_ptr, rows_ptr,
+    slots, N, K, top_k, alpha, limit, stride_x, stride_y,
+    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program makes BLOCK_N outputs of a half (or of h) for the rows of one work item.
+
+    Args:
+        x_ptr: [T, K] with GATHER (row of x = token of the position), else [R, K] at sorted positions.
+        y_ptr: [R, HALVES * N], [R, N] behind an activation; at sorted positions, with SCATTER at rows.
+        w, s, z, order: `common.operands` Codes, Scales, Zeros, Order.
+        m_ptr: fp32 [E, P], one scale a matrix, or None; it divides with DIVIDE. b_ptr: bias [E, P, N] or None.
+        work_ptr: int32 [slots, 4]: expert (-1: nothing to do), first sorted position, rows, 0.
+        rows_ptr: int32 [R], sorted position -> row.
+        slots: work items. N: outputs of one half. K: inputs. top_k: rows a token.
+        alpha, limit: constants of clamped_swiglu. stride_x, stride_y: elements from row to row.
+        CODES, ZEROS: functions of `common.codes` and `common.scales`; ZEROS is None where all zero points are ZERO,
+            ZERO is None where codes are numbers. SCALES: kind of scale (`load_scales`) or None.
+        SCALE_AT: None; "weight"; "sum", the fp32 sum of a step (which lies in one group); "end", where K is one group.
+        RUN: consecutive inputs that certainly share a group; a power of two that divides BLOCK_K.
+        ACTIVATION: None, or what makes h from gate and up (relu2: from up) in the same program. y1 is rounded
+            before it, so that the bits are those of two launches.
+        TOGETHER: work items that pass one weight tile one after the other, while it is in the L2 cache.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None and HALVES == 2
+    tiles_of_half = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_of_half if GATED else tiles_of_half * HALVES
+    pid = tl.program_id(0)
+    bundle = pid // (TOGETHER * tiles)
+    inside = pid % (TOGETHER * tiles)
+    size = tl.minimum(slots - bundle * TOGETHER, TOGETHER)
+    slot = bundle * TOGETHER + inside % size
+    tile = inside // size
+    half = (tile // tiles_of_half).to(tl.int64)  # 0 for GATED, which makes both
+    n0 = (tile % tiles_of_half) * BLOCK_N
+    expert = tl.load(work_ptr + slot * 4).to(tl.int64)
+    if expert < 0:
+        return
+    first = tl.load(work_ptr + slot * 4 + 1)
+    count = tl.load(work_ptr + slot * 4 + 2)
+
+    t = tl.arange(0, BLOCK_T)
+    position = first + t
+    source = position
+    if GATHER:
+        source = tl.load(rows_ptr + position, mask=t < count, other=0) // top_k
+    k = tl.arange(0, BLOCK_K)
+    x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    acc_up = acc
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_rows + (k0 + k)[:, None], mask=(t < count)[None, :] & (k0 + k < K)[:, None], other=0.0)
+        acc = add_step(
+            acc, x, w, s, z, order, expert, half, n0, N, k0, K,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if GATED:
+            acc_up = add_step(
+                acc_up, x, w, s, z, order, expert, half + 1, n0, N, k0, K,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    y = finish(
+        acc, s, m_ptr, b_ptr, expert, half, n0, N, HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype
+    )
+    column = n0 + tl.arange(0, BLOCK_N)
+    if GATED:
+        up = finish(
+            acc_up, s, m_ptr, b_ptr, expert, half + 1, n0, N,
+            HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype,
+        )  # fmt: skip
+        y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
+    elif ACTIVATION is not None:
+        y = activate(y, y, alpha, limit, ACTIVATION).to(dtype)
+    row = position
+    if SCATTER:
+        row = tl.load(rows_ptr + position, mask=t < count, other=0)
+    y_rows = y_ptr + row.to(tl.int64) * stride_y + half * N
+    tl.store(y_rows[None, :] + column[:, None], y, mask=(t < count)[None, :] & (column < N)[:, None])
