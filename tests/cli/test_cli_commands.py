@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fanfold
+from fanfold.cli import output
 from fanfold.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,14 @@ GOLDEN = ROOT / "tests" / "golden"
 
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
+    set_columns(monkeypatch, 100)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def set_columns(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    for console in (output.out, output.err):
+        monkeypatch.setattr(console, "width", columns)
+        monkeypatch.setattr(console, "no_color", True)
 
 
 def call(*arguments: str, stdin: str | None = None) -> Any:
@@ -230,7 +236,7 @@ def test_demo(version: str) -> None:
 
 
 def test_demo_at_80_columns_keeps_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    set_columns(monkeypatch, 80)
     lines = call("demo", str(TINY)).stdout.splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line for line in lines if line.split()[:1] == ["row"]]

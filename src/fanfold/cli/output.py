@@ -93,4 +93,5 @@ def progress_bar(patience_s: float = 1.0) -> Generator[Callable[[int, int, str],
     try:
         yield update
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
