@@ -76,7 +76,7 @@ def progress_bar(patience_s: float = 1.0) -> Generator[Callable[[int, int, str],
     """Gives a callable (done, total, what) that draws a bar, but only once a second has gone by."""
     bar = Progress(
         TextColumn("[dim]{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=err,
