@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fanfold.errors import MissingExpertsError, TensorError
 from fanfold.formats.config import ModelConfig
-from fanfold.formats.experts import LayerTensors, ProjectionInfo, find_experts, read_projection
+from fanfold.formats.experts import LayerTensors, ProjectionInfo, find_experts
 from fanfold.formats.files import CheckpointFiles, read_json
-from fanfold.formats.fused import describe_fused, read_fused
-from fanfold.formats.matrix import Matrix, find_matrix, is_plain_order, read_dense
-from fanfold.formats.names import expert_name
+from fanfold.formats.fused import find_fused
+from fanfold.formats.matrix import DENSE, Matrix, find_matrix, read_dense
+from fanfold.formats.names import expert_name, in_experts, is_draft
 from fanfold.formats.quantization import Quantization, read_quantization
-from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
-# What follows a module's name where its weight is packed; `weight` alone is plain.
-PACKED = frozenset({"qweight", "weight_packed", "weight_scale", "weight_scale_inv"})
+# What follows a module's name where its weight is packed. `weight` alone is plain, unless its dtype says otherwise.
+PACKED = frozenset({"qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv"})
+REFETCH = "config.json and the weights are of different checkpoints: fetch both again."
+
+
+class Projection(Protocol):
+    """One projection of a layer, found by its headers."""
+
+    @property
+    def info(self) -> ProjectionInfo:
+        """Format and sizes, as far as headers tell."""
+        ...
+
+    def describe(self, files: CheckpointFiles) -> ProjectionInfo:
+        """The same, with `act_order`."""
+        ...
+
+    def read(self, files: CheckpointFiles) -> ProjectionWeights:
+        """The packed stack."""
+        ...
 
 
 class Checkpoint:
@@ -34,7 +50,8 @@ class Checkpoint:
         quantization: what the quantiser's config says of modules.
         layers: layer number -> the tensors of its experts.
         packed: names of modules outside the experts whose weight is packed -> their tensors.
-        plain: names of all other tensors.
+        plain: names of all other tensors of the model.
+        draft: names of the tensors of layers that predict further tokens, which are no part of the model proper.
 
     Raises:
         MissingFileError, CorruptFileError, ConfigError, UnsupportedError, TensorError: see files.py, quantization.py.
@@ -46,28 +63,15 @@ class Checkpoint:
         config_file = self.path / "config.json"
         self.config = ModelConfig.of(str(config_file), read_json(config_file))
         self.quantization: Quantization = read_quantization(self.path, self.config)
-        self.layers: dict[int, LayerTensors] = {}
+        self.draft: list[str] = [name for name in self.files.infos if is_draft(name)]
+        layers: dict[int, LayerTensors] = {}
         rest: dict[str, dict[str, str]] = {}
         for name in self.files.infos:
-            parsed = expert_name(name)
-            if parsed is None:
+            if not is_draft(name) and not self._file_under_experts(name, layers):
                 module, _, suffix = name.rpartition(".")
                 rest.setdefault(module, {})[suffix] = name
-                continue
-            tensors = self.layers.setdefault(parsed.layer, LayerTensors(parsed.container, parsed.layer))
-            if tensors.container != parsed.container:
-                raise TensorError(
-                    f"{self.path}: {name}",
-                    found=f"experts of layer {parsed.layer} in {parsed.container}",
-                    expected=f"all of them in {tensors.container}",
-                    next_step="A checkpoint holds one set of experts a layer.",
-                )
-            if parsed.expert is None:
-                tensors.fused.setdefault(parsed.projection, {})[parsed.suffix] = name
-            else:
-                tensors.per_expert.setdefault((parsed.projection, parsed.expert), {})[parsed.suffix] = name
-        self.layers = dict(sorted(self.layers.items()))
-        self.packed: dict[str, dict[str, str]] = {m: s for m, s in rest.items() if PACKED & set(s)}
+        self.layers = dict(sorted(layers.items()))
+        self.packed: dict[str, dict[str, str]] = {m: s for m, s in rest.items() if self._is_packed(s)}
         self.plain: list[str] = [
             name for m, s in rest.items() for suffix, name in s.items() if m not in self.packed or suffix == "bias"
         ]
@@ -91,78 +95,128 @@ class Checkpoint:
         """Format and sizes of `gate_up` and `down`; of the weights only the g_idx of expert 0 is read.
 
         Raises:
-            MissingExpertsError, TensorError, UnsupportedError: as `read_experts`, as far as headers tell.
+            ConfigError, MissingExpertsError, TensorError, UnsupportedError: as `read_experts`, as far as headers tell.
         """
-        tensors = self.layer(layer)
-        if tensors.fused:
-            names = {"gate_up": "gate_up" if tensors.gated else "up", "down": "down"}
-            return {
-                key: describe_fused(self.files, self.quantization.scheme, self.config, tensors, name)
-                for key, name in names.items()
-            }
-        rows = {"gate_up": self._find(tensors, self._up(tensors)), "down": self._find(tensors, ("down",))}
-        return {
-            key: ProjectionInfo(self._ordered(found), len(found), len(found[0]), found[0][0].n, found[0][0].k)
-            for key, found in rows.items()
-        }
+        gate_up, down = self._find(layer)
+        return {"gate_up": gate_up.describe(self.files), "down": down.describe(self.files)}
 
     def read_experts(self, layer: int) -> ExpertWeights:
         """The packed experts of one layer, on the CPU.
 
+        Beside them, one matrix is in memory at a time (of fused experts: one expert).
+
         Raises:
+            ConfigError: the config says plain of packed tensors, or the reverse.
             MissingExpertsError: experts or projections are absent.
             TensorError: tensors of wrong shapes, dtypes or values, or sizes unlike those of config.json.
             UnsupportedError: a format that is not run.
         """
-        tensors = self.layer(layer)
-        scheme = self.quantization.scheme
-        if tensors.fused:
-            up = "gate_up" if tensors.gated else "up"
-            gate_up = read_fused(self.files, scheme, self.config, tensors, up)
-            down = read_fused(self.files, scheme, self.config, tensors, "down")
-        else:
-            gate_up = read_projection(self.files, self._find(tensors, self._up(tensors)))
-            down = read_projection(self.files, self._find(tensors, ("down",)))
-        self._check_sizes(tensors, gate_up, down)
-        return ExpertWeights(gate_up, down)
+        gate_up, down = self._find(layer)
+        return ExpertWeights(gate_up.read(self.files), down.read(self.files))
 
     def expert_bytes(self) -> int:
         """Bytes on disk of all expert tensors."""
         return sum(self.files.infos[name].nbytes for tensors in self.layers.values() for name in tensors.names())
 
     def linear(self, module: str) -> Matrix:
-        """One of `packed`, as its header describes it."""
+        """One of `packed`, as its header describes it.
+
+        Raises:
+            ConfigError, TensorError, UnsupportedError: as `find_matrix`.
+        """
         return find_matrix(self.files, self.quantization.scheme, module, self.packed[module])
 
     def read_linear(self, module: str, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] of one of `packed`, dequantised in fp32 and rounded to `dtype`."""
         return read_dense(self.files, self.linear(module), dtype)
 
-    def _up(self, tensors: LayerTensors) -> tuple[str, ...]:
-        return ("gate", "up") if tensors.gated else ("up",)
+    def _file_under_experts(self, name: str, layers: dict[int, LayerTensors]) -> bool:
+        """Puts an expert's tensor into its layer; False where it is none.
 
-    def _find(self, tensors: LayerTensors, projections: tuple[str, ...]) -> list[tuple[Matrix, ...]]:
-        return find_experts(self.files, self.quantization.scheme, tensors, projections, self.config.num_experts)
+        Raises:
+            TensorError: a tensor inside the experts that is not known, or a second one for the same place.
+        """
+        parsed = expert_name(name)
+        if parsed is None:
+            if not in_experts(name):
+                return False
+            raise TensorError(
+                f"{self.path}: {name}",
+                found="a tensor among the experts whose name is not known",
+                expected="N.gate_proj, N.up_proj, N.down_proj (or w1, w3, w2), gate_up_proj, up_proj or down_proj",
+                next_step="Experts stored like this are not read yet; nothing is ignored silently.",
+            )
+        tensors = layers.setdefault(parsed.layer, LayerTensors(parsed.container, parsed.layer))
+        if parsed.expert is None:
+            suffixes = tensors.fused.setdefault(parsed.projection, {})
+        else:
+            suffixes = tensors.per_expert.setdefault((parsed.projection, parsed.expert), {})
+        rivals = [] if tensors.container == parsed.container else [tensors.container]
+        if tensors.fused and tensors.per_expert:
+            rivals += next(iter((tensors.per_expert if parsed.expert is None else tensors.fused).values())).values()
+        rivals += [suffixes[parsed.suffix]] if parsed.suffix in suffixes else []
+        if rivals:
+            raise TensorError(
+                f"{self.path}: {name}",
+                found=f"the same experts in {rivals[0]}",
+                expected="one set of experts a layer",
+                next_step="Remove the tensors that do not belong to this model.",
+            )
+        suffixes[parsed.suffix] = name
+        return True
 
-    def _ordered(self, rows: list[tuple[Matrix, ...]]) -> WeightFormat:
-        matrix = rows[0][0]
-        if "g_idx" not in matrix.fields:
-            return matrix.format
-        plain = is_plain_order(matrix.format, self.files.read(matrix.fields["g_idx"]))
-        return replace(matrix.format, act_order=not plain)
+    def _is_packed(self, suffixes: dict[str, str]) -> bool:
+        """Whether a module outside the experts has a packed weight, as far as it can be told from its tensors."""
+        weight = suffixes.get("weight")
+        dense = weight is None or self.files.infos[weight].dtype in DENSE
+        return not dense or not PACKED.isdisjoint(suffixes)
 
-    def _check_sizes(self, tensors: LayerTensors, gate_up: ProjectionWeights, down: ProjectionWeights) -> None:
+    def _find(self, layer: int) -> tuple[Projection, Projection]:
+        """gate_up and down of one layer, of sizes that fit each other and config.json.
+
+        Raises:
+            ConfigError, MissingExpertsError, TensorError, UnsupportedError: see `read_experts`.
+        """
+        tensors = self.layer(layer)
+        scheme, config = self.quantization.scheme, self.config
+        gate_up: Projection
+        down: Projection
+        if tensors.fused:
+            up = "gate_up" if config.gated else "up"
+            self._check_projections(tensors, {up, "down"})
+            gate_up = find_fused(self.files, scheme, config, tensors, up)
+            down = find_fused(self.files, scheme, config, tensors, "down")
+        else:
+            halves = ("gate", "up") if config.gated else ("up",)
+            self._check_projections(tensors, {*halves, "down"})
+            gate_up = find_experts(self.files, scheme, tensors, halves, config.num_experts)
+            down = find_experts(self.files, scheme, tensors, ("down",), config.num_experts)
+        self._check_sizes(tensors, gate_up.info, down.info)
+        return gate_up, down
+
+    def _check_projections(self, tensors: LayerTensors, expected: set[str]) -> None:
+        extra = sorted(tensors.projections - expected)
+        if extra:
+            raise TensorError(
+                f"{self.path}: {tensors.container}",
+                found=f"{', '.join(extra)} projections",
+                expected=f"{', '.join(sorted(expected))}, as experts of {self.config.model_type or 'this model'} have",
+                next_step=REFETCH,
+            )
+
+    def _check_sizes(self, tensors: LayerTensors, gate_up: ProjectionInfo, down: ProjectionInfo) -> None:
         hidden = self.config.hidden_size
-        sizes: Mapping[str, tuple[int, int | None]] = {
-            "down's inputs (I)": (down.k, gate_up.n),
-            "gate_up's inputs (H)": (gate_up.k, hidden),
-            "down's outputs (H)": (down.n, hidden),
-        }
-        for what, (found, expected) in sizes.items():
+        for what, found, expected in (
+            ("gate_up's inputs (H)", gate_up.k, hidden),
+            ("down's outputs (H)", down.n, hidden),
+            ("down's outputs (H)", down.n, gate_up.k),
+            ("down's inputs (I)", down.k, gate_up.n),
+            ("experts of down", down.num_experts, gate_up.num_experts),
+        ):
             if expected is not None and found != expected:
                 raise TensorError(
                     f"{self.path}: {tensors.container}: {what}",
                     found=str(found),
                     expected=str(expected),
-                    next_step="Compare bits and hidden_size in config.json with the file.",
+                    next_step="Compare bits and the sizes in config.json with the file.",
                 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fanfold.errors import ConfigError, UnsupportedError
+from fanfold.formats.values import shown
 from fanfold.spec.activation import Activation
 
 # Field names met for the number of experts, in this order.
@@ -15,6 +16,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 TRANSPOSED = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"})
 # Families whose fused rows alternate g0, u0, g1, u1, ...; all others store gate above up.
 INTERLEAVED = frozenset({"gpt_oss"})
+# Families whose experts have no gate projection.
+UNGATED = frozenset({"nemotron_h"})
 # Families whose gate is none of `Activation`'s kinds although hidden_act names one.
 OTHER_GATES = frozenset(
     {
@@ -29,6 +32,8 @@ OTHER_GATES = frozenset(
     }
 )
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+LIMIT = 7.0  # gpt-oss's, where config.json does not say
+LARGEST_LIMIT = 1e6
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,13 @@ class ModelConfig:
         path: the file, for messages.
         fields: the object that describes the language model.
         quantization: `quantization_config`, from the top or from `text_config`.
+        model_type: e.g. `qwen3_moe`, of the language model or else of the whole; empty where the file does not say.
     """
 
     path: str
     fields: Mapping[str, Any]
     quantization: Mapping[str, Any] | None
+    model_type: str
 
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any]) -> ModelConfig:
@@ -52,20 +59,18 @@ class ModelConfig:
         Raises:
             ConfigError: `text_config` or `quantization_config` is no object.
         """
-        text = _object(path, config, "text_config")
-        fields = config if text is None else text
+        fields = _object(path, config, "text_config") or config
         quantization = _object(path, config, "quantization_config") or _object(path, fields, "quantization_config")
-        return cls(path, fields, quantization)
-
-    @property
-    def model_type(self) -> str:
-        """E.g. `qwen3_moe`; empty where the file does not say."""
-        value = self.fields.get("model_type", "")
-        return value if isinstance(value, str) else ""
+        stated = fields.get("model_type") or config.get("model_type") or ""
+        return cls(path, fields, quantization, stated if isinstance(stated, str) else "")
 
     @property
     def hidden_size(self) -> int | None:
-        """H, where the file says."""
+        """H, where the file says.
+
+        Raises:
+            ConfigError: it is no positive number.
+        """
         return self._size("hidden_size")
 
     @property
@@ -73,7 +78,7 @@ class ModelConfig:
         """E, under whichever name the file has it.
 
         Raises:
-            ConfigError: two of the names disagree.
+            ConfigError: no positive number, or two of the names disagree.
         """
         found = {name: self._size(name) for name in NUM_EXPERTS if self.fields.get(name) is not None}
         if len(set(found.values())) > 1:
@@ -84,6 +89,11 @@ class ModelConfig:
                 next_step="Correct config.json.",
             )
         return next(iter(found.values()), None)
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate projection beside up."""
+        return self.model_type not in UNGATED
 
     @property
     def transposed(self) -> bool:
@@ -100,37 +110,49 @@ class ModelConfig:
         """The experts' activation.
 
         Raises:
+            ConfigError: gpt-oss's limit is no positive number.
             UnsupportedError: one that fanfold does not run.
         """
         if self.model_type == "gpt_oss":
-            limit = self.fields.get("swiglu_limit", 7.0)
-            return Activation("clamped_swiglu", limit=float(limit if isinstance(limit, (int, float)) else 7.0))
-        name = str(
-            self.fields.get("mlp_hidden_act") or self.fields.get("hidden_act") or self.fields.get("hidden_activation")
+            return Activation("clamped_swiglu", limit=self._limit())
+        stated = next(
+            (self.fields[n] for n in ("mlp_hidden_act", "hidden_act", "hidden_activation") if self.fields.get(n)), None
         )
-        if self.model_type == "nemotron_h" and name == "relu2":
+        name = stated if isinstance(stated, str) else ""
+        if self.model_type in UNGATED and name == "relu2":
             return Activation("relu2")
-        if self.model_type in OTHER_GATES or name not in ACTIVATIONS:
+        if self.model_type in OTHER_GATES or self.model_type in UNGATED or name not in ACTIVATIONS:
             raise UnsupportedError(
-                f"{self.path}: activation of {self.model_type or 'this model'}",
-                found=name,
+                f"{self.path}: activation of {shown(self.model_type) if self.model_type else 'this model'}",
+                found=shown(stated),
                 expected=f"{', '.join(ACTIVATIONS)}, gpt-oss's clamped SwiGLU or Nemotron-H's relu2",
                 next_step="Experts with this activation are not run yet.",
             )
         return Activation("silu" if ACTIVATIONS[name] == "silu" else "gelu_tanh")
+
+    def _limit(self) -> float:
+        limit = self.fields.get("swiglu_limit")
+        if limit is None:
+            return LIMIT
+        if not isinstance(limit, (int, float)) or isinstance(limit, bool) or not 0 < limit < LARGEST_LIMIT:
+            raise self._error("swiglu_limit", "a positive number")
+        return float(limit)
 
     def _size(self, name: str) -> int | None:
         value = self.fields.get(name)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"{self.path}: {name}",
-                found=repr(value),
-                expected="a positive number",
-                next_step="Correct config.json.",
-            )
+            raise self._error(name, "a positive whole number")
         return value
+
+    def _error(self, name: str, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: {name}",
+            found=shown(self.fields.get(name)),
+            expected=expected,
+            next_step="Correct config.json.",
+        )
 
 
 def _object(path: str, fields: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
@@ -138,7 +160,7 @@ def _object(path: str, fields: Mapping[str, Any], name: str) -> Mapping[str, Any
     if value is not None and not isinstance(value, dict):
         raise ConfigError(
             f"{path}: {name}",
-            found=type(value).__name__,
+            found=shown(value),
             expected="an object",
             next_step="Correct config.json.",
         )

@@ -24,25 +24,33 @@ def zero_point_warning(checkpoint: Checkpoint) -> str | None:
     first = next(iter(checkpoint.layers.values()), None)
     if first is None or checkpoint.quantization.method != "gptq" or not first.per_expert:
         return None
-    fmt: WeightFormat = next(iter(checkpoint.describe(first.layer).values())).format
+    fmt: WeightFormat = checkpoint.describe(first.layer)["gate_up"].format
     if fmt.kind != "gptq":
         return None
     words = [
-        checkpoint.files.read(suffixes["qzeros"]) for suffixes in first.per_expert.values() if "qzeros" in suffixes
+        checkpoint.files.read(suffixes["qzeros"])
+        for (projection, _), suffixes in first.per_expert.items()
+        if projection != "down" and "qzeros" in suffixes  # down may have another bit width
     ]
     stored = [unpack_words(w, fmt.bits, w.shape[1] * 32 // fmt.bits).flatten() for w in words]
     zeros = torch.cat(stored).float() if stored else torch.empty(0)
     if len(zeros) < FEWEST:
         return None
+    constant = bool((zeros == zeros[0]).all())
+    if fmt.symmetric and not constant:
+        return None  # such zeros are meaningless under either label, and are not used
+    label, other = ("gptq", "gptq_v2") if fmt.zero_point == "v1" else ("gptq_v2", "gptq")
+    centre = 2 ** (fmt.bits - 1) if constant else (2**fmt.bits - 1) / 2
+    usual = {"gptq": centre - 1, "gptq_v2": centre}
     mean = float(zeros.mean())
-    centre = 2 ** (fmt.bits - 1) if bool((zeros == zeros[0]).all()) else (2**fmt.bits - 1) / 2
-    other = "gptq_v2" if fmt.zero_point == "v1" else "gptq"
-    if abs(mean - (centre if other == "gptq_v2" else centre - 1)) > NEAR:
+    if abs(mean - usual[other]) > NEAR:
         return None
-    label = "gptq" if fmt.zero_point == "v1" else "gptq_v2"
-    usual = centre - 1 if label == "gptq" else centre
     return (
-        f"{checkpoint.path}: checkpoint_format is {label}, but the {len(zeros)} zero points of layer {first.layer} "
-        f"average {mean:.2f}, as in {other} files ({label}: about {usual:.1f}). The label is followed; "
-        f"if the model writes nonsense, set checkpoint_format to {other} in its config."
+        f"{checkpoint.path}: checkpoint_format is {label}, but the {len(zeros)} zero points stored for gate and up of "
+        f"layer {first.layer} average {mean:.2f}, as in {other} files ({label}: about {usual[label]:.1f}). "
+        + (
+            "It makes no difference here, as these weights are symmetric; other readers may differ."
+            if fmt.symmetric
+            else f"The label is followed; if the model writes nonsense, set checkpoint_format to {other} in its config."
+        )
     )

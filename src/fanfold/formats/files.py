@@ -1,58 +1,30 @@
 """Files: the only place of the formats that touches a disk.
 
 A checkpoint directory is a set of safetensors shards and some JSON files. Headers are read at once, tensors when asked
-for.
+for, by plain reads into memory of their own: nothing is mapped, so that resident memory is what was asked for, and a
+file that is cut short meanwhile is an error instead of a crash.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fanfold.errors import CorruptFileError, MissingFileError, TensorError
+from fanfold.errors import ConfigError, CorruptFileError, MissingFileError, TensorError
+from fanfold.formats.header import PREFIX, TensorInfo, header_length, parse_header
+from fanfold.formats.values import FETCH_AGAIN, shown, too_deep
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-FETCH_AGAIN = "Fetch the file again, and compare its size and checksum with the source."
 
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of a tensor: dtype, shape, bytes, and the shard that holds it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+Stamp = tuple[int, int, int]  # inode, size and time of change: another file under the same name has another stamp
 
 
 class CheckpointFiles:
@@ -67,20 +39,29 @@ class CheckpointFiles:
     Raises:
         MissingFileError: no such directory, no safetensors in it, or a shard that the index names is absent.
         CorruptFileError: a shard or the index can't be read.
-        TensorError: the index names a tensor that its shard does not hold.
+        ConfigError: model.safetensors lies beside an index that does not name it.
+        TensorError: the index names a tensor that its shard does not hold, or two shards hold one it does not name.
+        UnsupportedError: a tensor has a dtype unknown here.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._stamps: dict[Path, Stamp] = {}
         self.infos: Mapping[str, TensorInfo] = self._headers()
-        self._open: dict[Path, Any] = {}
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, row: int | None = None) -> Tensor:
         """One tensor, in memory of its own.
+
+        Args:
+            name: its name.
+            row: read only this index of its first axis.
+
+        Returns:
+            The tensor; with `row`, without its first axis.
 
         Raises:
             TensorError: no such tensor.
-            CorruptFileError: the shard ends before its data does, or changed since it was opened.
+            CorruptFileError: its shard was replaced or cut since the headers were read.
         """
         info = self.infos.get(name)
         if info is None:
@@ -90,60 +71,61 @@ class CheckpointFiles:
                 expected="a tensor of one of the shards",
                 next_step="`fanfold inspect` lists what the checkpoint holds.",
             )
+        shape, offset, count = info.shape, info.offset, info.nbytes
+        if row is not None:
+            count //= shape[0]
+            shape, offset = shape[1:], offset + row * count
+        data = torch.empty(count, dtype=torch.uint8)
         try:
-            shard = self._open.get(info.file)
-            if shard is None:
-                self._open.clear()  # pages of a mapped shard stay in memory until it is closed: one at a time
-                shard = self._open[info.file] = cast("Any", safe_open)(str(info.file), framework="pt")
-            # The tensor safetensors returns may be a view of the mapped file; a copy outlives changes of the file.
-            return cast(Tensor, shard.get_tensor(name)).clone()
-        except (SafetensorError, OSError) as error:
-            raise CorruptFileError(
-                f"{info.file}: {name}",
-                found=str(error),
-                expected="readable tensor data",
-                next_step=FETCH_AGAIN,
-            ) from error
-
-    def close(self) -> None:
-        """Lets go of the shards; a later `read` opens them again."""
-        self._open.clear()
+            with info.file.open("rb", buffering=0) as file:
+                changed = _stamp(file.fileno()) != self._stamps[info.file]
+                file.seek(offset)
+                if changed or not _fill(file, data):
+                    raise CorruptFileError(
+                        f"{info.file}: {name}",
+                        found="a file that changed since its header was read",
+                        expected="the same file",
+                        next_step="Load the checkpoint again once the file is complete.",
+                    )
+        except OSError as error:
+            raise _unreadable(info.file, error) from error
+        return data.view(info.dtype).reshape(shape)
 
     def _headers(self) -> dict[str, TensorInfo]:
-        if not self.path.is_dir():
-            raise MissingFileError(
-                str(self.path),
-                found="a file" if self.path.exists() else "nothing",
-                expected="a checkpoint directory",
-                next_step="Pass the directory that holds config.json and the safetensors files.",
-            )
-        if not (self.path / INDEX).exists():
-            self._require_single()
-            return read_header(self.path / SINGLE)
-        index = read_json(self.path / INDEX)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(shard, str) and Path(shard).name == shard
-            for shard in cast("dict[str, object]", weight_map).values()
-        ):
-            raise CorruptFileError(
-                f"{self.path / INDEX}: weight_map",
-                found=type(cast("object", weight_map)).__name__,
-                expected="an object of tensor names and file names",
-                next_step=FETCH_AGAIN,
-            )
-        shard_of = cast(dict[str, str], weight_map)
-        missing = sorted({shard for shard in shard_of.values() if not (self.path / shard).exists()})
+        present = self._list()
+        if INDEX not in present:
+            self._require_single(present)
+            return self._header(SINGLE)
+        shard_of = self._weight_map()
+        shards = sorted(set(shard_of.values()))
+        missing = [shard for shard in shards if shard not in present]
         if missing:
             raise MissingFileError(
                 str(self.path),
-                found=f"no {', '.join(missing)}",
-                expected=f"all {len(set(shard_of.values()))} shards that {INDEX} names",
+                found=f"no {', '.join(missing[:8])}" + (f" and {len(missing) - 8} more" if len(missing) > 8 else ""),
+                expected=f"all {len(shards)} shards that {INDEX} names",
                 next_step="Fetch the missing shards.",
             )
+        if SINGLE in present and SINGLE not in shards:
+            raise ConfigError(
+                f"{self.path / INDEX}",
+                found=f"shards {', '.join(shards[:4])}, and {SINGLE} beside them",
+                expected="one set of weights",
+                next_step=f"Remove {SINGLE}, or the index with its shards: whichever is the older.",
+            )
         infos: dict[str, TensorInfo] = {}
-        for shard in sorted(set(shard_of.values())):
-            infos.update(read_header(self.path / shard))
+        for shard in shards:
+            for name, info in self._header(shard).items():
+                if shard_of.get(name, shard) != shard:
+                    continue  # a copy; the index says which one counts
+                if name in infos:
+                    raise TensorError(
+                        f"{info.file}: {name}",
+                        found=f"the tensor also in {infos[name].file.name}, and in neither by {INDEX}",
+                        expected="one tensor of that name",
+                        next_step="Fetch the checkpoint again: its index is incomplete.",
+                    )
+                infos[name] = info
         for name, shard in shard_of.items():
             if name not in infos:
                 raise TensorError(
@@ -154,45 +136,76 @@ class CheckpointFiles:
                 )
         return infos
 
-    def _require_single(self) -> None:
-        if (self.path / SINGLE).exists():
+    def _list(self) -> set[str]:
+        """Names of the files there."""
+        try:
+            return {entry.name for entry in self.path.iterdir() if entry.is_file()}
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            raise MissingFileError(
+                str(self.path),
+                found="a file" if isinstance(error, NotADirectoryError) else f"no directory ({error})",
+                expected="a checkpoint directory",
+                next_step="Pass the directory that holds config.json and the safetensors files.",
+            ) from error
+
+    def _weight_map(self) -> dict[str, str]:
+        """The index: tensor name -> file name.
+
+        Raises:
+            CorruptFileError: it is no such object, or a name is not that of a file in this directory.
+        """
+        weight_map = read_json(self.path / INDEX).get("weight_map")
+        found = None
+        if not isinstance(weight_map, dict) or not weight_map:
+            found = shown(cast(object, weight_map))
+        else:
+            for name, shard in cast("dict[str, object]", weight_map).items():
+                if not isinstance(shard, str) or "/" in shard or shard in ("", ".", ".."):
+                    found = f"{shown(name)} in {shown(shard)}"
+                    break
+        if found is not None:
+            raise CorruptFileError(
+                f"{self.path / INDEX}: weight_map",
+                found=found,
+                expected="tensor names and names of files in this directory",
+                next_step=FETCH_AGAIN,
+            )
+        return cast(dict[str, str], weight_map)
+
+    def _require_single(self, present: set[str]) -> None:
+        if SINGLE in present:
             return
-        pickles = sorted(p.name for p in (*self.path.glob("*.bin"), *self.path.glob("*.pt")))
+        pickles = sorted(name for name in present if name.endswith((".bin", ".pt", ".pth")))
+        others = sorted(name for name in present if name.endswith(".safetensors"))
+        found = f"no {SINGLE} and no {INDEX}"
+        next_step = "Pass the directory of a whole checkpoint."
+        if others:
+            found = f"{', '.join(others[:4])}, but {found}"
+            next_step = f"Fetch {INDEX}; a single file must be called {SINGLE}."
+        elif pickles:
+            found = f"only pickled weights ({pickles[0]})"
+            next_step = "Convert the weights with safetensors; fanfold opens no pickles."
         raise MissingFileError(
-            str(self.path),
-            found=f"only pickled weights ({pickles[0]})" if pickles else f"no {SINGLE} and no {INDEX}",
-            expected=f"{SINGLE}, or shards with {INDEX}",
-            next_step="Convert the weights with safetensors; fanfold opens no pickles."
-            if pickles
-            else "Pass the directory of a whole checkpoint.",
+            str(self.path), found=found, expected=f"{SINGLE}, or shards with {INDEX}", next_step=next_step
         )
 
+    def _header(self, shard: str) -> dict[str, TensorInfo]:
+        """The tensors of one shard.
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes of one safetensors file.
-
-    Raises:
-        CorruptFileError: it is no safetensors file, is truncated, or holds a dtype unknown here.
-    """
-    infos: dict[str, TensorInfo] = {}
-    try:
-        with cast("Any", safe_open)(str(file), framework="pt") as shard:
-            for name in cast("list[str]", shard.keys()):
-                piece = shard.get_slice(name)
-                dtype = DTYPES.get(piece.get_dtype())
-                if dtype is None:
-                    raise CorruptFileError(
-                        f"{file}: {name}",
-                        found=f"dtype {piece.get_dtype()}",
-                        expected=f"one of {', '.join(DTYPES)}",
-                        next_step="The file needs a newer fanfold, or another format.",
-                    )
-                infos[name] = TensorInfo(dtype, tuple(piece.get_shape()), file)
-    except (SafetensorError, OSError) as error:
-        raise CorruptFileError(
-            str(file), found=str(error), expected="a whole safetensors file", next_step=FETCH_AGAIN
-        ) from error
-    return infos
+        Raises:
+            CorruptFileError: it is no safetensors file, or is truncated.
+            UnsupportedError: a dtype unknown here.
+        """
+        path = self.path / shard
+        try:
+            with path.open("rb") as file:
+                stamp = _stamp(file.fileno())
+                size = stamp[1]
+                text = file.read(header_length(path, file.read(PREFIX), size))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        self._stamps[path] = stamp
+        return parse_header(path, text, size)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -200,7 +213,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
     Raises:
         MissingFileError: no such file.
-        CorruptFileError: not JSON, or not an object.
+        CorruptFileError: not JSON, not an object, or nested deeper than any config.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -211,8 +224,43 @@ def read_json(file: Path) -> dict[str, Any]:
             expected="a JSON file",
             next_step="Pass the directory of a whole checkpoint.",
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptFileError(str(file), found=str(error), expected="a JSON object", next_step=FETCH_AGAIN) from error
-    if not isinstance(value, dict):
-        raise CorruptFileError(str(file), found=type(value).__name__, expected="a JSON object", next_step=FETCH_AGAIN)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(
+            str(file), found=f"no JSON ({error})", expected="a JSON object", next_step=FETCH_AGAIN
+        ) from error
+    if not isinstance(value, dict) or too_deep(cast(object, value)):
+        found = f"a {type(value).__name__}" if not isinstance(value, dict) else "objects nested without end"
+        raise CorruptFileError(str(file), found=found, expected="a JSON object", next_step=FETCH_AGAIN)
     return cast(dict[str, Any], value)
+
+
+def read_json_if_there(file: Path) -> dict[str, Any] | None:
+    """`read_json`, or None where there is no such file."""
+    return read_json(file) if file.exists() else None
+
+
+def _stamp(descriptor: int) -> Stamp:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _fill(file: FileIO, data: Tensor) -> bool:
+    """Reads until `data` uint8 [count] is full; False where the file ends before."""
+    view = data.numpy().data
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            return False
+        view = view[count:]
+    return True
+
+
+def _unreadable(file: Path, error: OSError) -> CorruptFileError:
+    return CorruptFileError(
+        str(file),
+        found=error.strerror or str(error),
+        expected="a readable file",
+        next_step="Check the file's permissions and the disk, or fetch the file again.",
+    )

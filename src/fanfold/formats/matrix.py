@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import ConfigError, TensorError
+from fanfold.formats.blocks import block_of
 from fanfold.formats.codec import canonical, check_matrix, check_values, codec, dequantize
-from fanfold.formats.files import CheckpointFiles, TensorInfo
+from fanfold.formats.files import CheckpointFiles
+from fanfold.formats.header import TensorInfo
 from fanfold.formats.schemes import Scheme
 from fanfold.spec.weight_format import Kind, WeightFormat
 
@@ -57,38 +59,70 @@ def find_matrix(files: CheckpointFiles, scheme: Scheme, module: str, suffixes: M
     """
     named = {suffix: name for suffix, name in suffixes.items() if suffix not in BESIDE}
     infos = {suffix: files.infos[name] for suffix, name in named.items()}
-    weight = infos.get("weight")
-    if set(infos) == {"weight"} and weight is not None and weight.dtype in DENSE:
-        kind = DENSE[weight.dtype]
-        fmt, fields = WeightFormat(kind, 32 if kind == "fp32" else 16), {"weight": named["weight"]}
+    fmt = scheme(module)
+    dense = dense_format(infos)
+    if dense is not None:
+        refuse_plain(f"{files.path}: {module}", dense, fmt)
+        fmt, fields = dense, {"weight": named["weight"]}
+    elif fmt is None:
+        raise ConfigError(
+            f"{files.path}: {module}",
+            found=", ".join(f"{suffix} ({_dtype(info)})" for suffix, info in sorted(infos.items())) or "no weight",
+            expected="a plain weight (bf16, fp16 or fp32), as the quantization config does not quantise this module",
+            next_step="config.json and the weights are of different checkpoints: fetch both again.",
+        )
     else:
-        fmt = scheme(module)
-        if fmt is None:
-            raise ConfigError(
-                f"{files.path}: {module}",
-                found=f"packed tensors ({', '.join(sorted(infos)) or 'none of its weights'})",
-                expected="a plain weight, as the quantization config does not quantise this module",
-                next_step="config.json and the weights are of different checkpoints: fetch both again.",
-            )
         fields = _canonical_fields(files, fmt, module, named)
     by_field = {field: files.infos[name] for field, name in fields.items()}
     n, k = _sizes(files, fmt, module, by_field, suffixes.get("weight_shape"))
     if fmt.kind == "fp8" and fmt.block is None:
-        fmt = replace(fmt, block=_block_of(by_field.get("scale"), n, k))
-    if fmt.kind == "gptq" or fmt.kind == "packed":
-        # Whether g_idx says more than k // group_size is known once it is read; its shape is checked now.
-        check_matrix(replace(fmt, act_order="g_idx" in fields), by_field, n, k, f"{files.path}: {module}")
-    else:
-        check_matrix(fmt, by_field, n, k, f"{files.path}: {module}")
+        fmt = replace(fmt, block=block_of(f"{files.path}: {module}", by_field.get("scale"), n, k))
+    check_matrix(fmt, by_field, n, k, f"{files.path}: {module}")
+    fmt = replace(fmt, act_order=False)  # whether g_idx says more than k // group_size is known once it is read
     bias = suffixes.get("bias")
-    if bias is not None and files.infos[bias].shape != (n,):
+    if bias is not None:
+        check_bias(files, bias, (n,))
+    return Matrix(module, fmt, fields, n, k, bias)
+
+
+def dense_format(infos: Mapping[str, TensorInfo]) -> WeightFormat | None:
+    """The format of a matrix whose only tensor is a `weight` of plain numbers; None for any other."""
+    if set(infos) != {"weight"} or infos["weight"].dtype not in DENSE:
+        return None
+    kind = DENSE[infos["weight"].dtype]
+    return WeightFormat(kind, 32 if kind == "fp32" else 16)
+
+
+def refuse_plain(where: str, found: WeightFormat, stated: WeightFormat | None) -> None:
+    """Refuses plain weights where the config states packed ones: their scales may have been lost.
+
+    Raises:
+        ConfigError: `stated` is a format.
+    """
+    if stated is not None:
+        raise ConfigError(
+            where,
+            found=f"a plain weight ({found})",
+            expected=f"{_kind(stated)} tensors, as the quantization config states for this module",
+            next_step="Fetch config.json and the weights again. If the module was left as it is on purpose, "
+            "the quantization config must except it (ignore, modules_to_not_convert, or -: in dynamic).",
+        )
+
+
+def check_bias(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Dtype and shape of a bias; only its header is read.
+
+    Raises:
+        TensorError: they are others.
+    """
+    info = files.infos[name]
+    if info.shape != shape or info.dtype not in DENSE:
         raise TensorError(
-            f"{files.path}: {bias}",
-            found=f"shape {list(files.infos[bias].shape)}",
-            expected=f"[{n}]",
+            f"{files.path}: {name}",
+            found=f"{_dtype(info)} {list(info.shape)}",
+            expected=f"bfloat16, float16 or float32 {list(shape)}",
             next_step="Compare the model's sizes in config.json with the file.",
         )
-    return Matrix(module, fmt, fields, n, k, bias)
 
 
 def read_matrix(files: CheckpointFiles, matrix: Matrix) -> tuple[WeightFormat, dict[str, Tensor]]:
@@ -118,10 +152,10 @@ def read_dense(files: CheckpointFiles, matrix: Matrix, dtype: torch.dtype) -> Te
 
 
 def is_plain_order(fmt: WeightFormat, g_idx: Tensor) -> bool:
-    """Whether g_idx [K] is k // group_size."""
+    """Whether g_idx [K] is k // group_size, or -1 throughout (compressed-tensors' "none")."""
     k = g_idx.shape[0]
     size = k if fmt.group_size == -1 else fmt.group_size
-    return bool((g_idx == torch.arange(k) // size).all())
+    return bool((g_idx == torch.arange(k) // size).all()) or (fmt.kind == "packed" and bool((g_idx == -1).all()))
 
 
 def _canonical_fields(
@@ -132,7 +166,7 @@ def _canonical_fields(
     if unknown:
         raise TensorError(
             f"{files.path}: {named[unknown[0]]}",
-            found=f"a tensor unknown to {fmt}",
+            found=f"a tensor unknown to {_kind(fmt)}",
             expected=f"among {', '.join(fields)}",
             next_step="The quantiser wrote something that fanfold does not read; nothing is ignored silently.",
         )
@@ -170,7 +204,7 @@ def _sizes(
         raise TensorError(
             f"{files.path}: {module}.{missing}",
             found="no such tensor" if info is None or len(info.shape) == 2 else f"shape {list(info.shape)}",
-            expected=f"a tensor of {fmt}",
+            expected=f"a tensor of {_kind(fmt)}",
             next_step="Every matrix needs all tensors of its format; fetch the missing files.",
         )
     rows, columns = info.shape
@@ -180,25 +214,30 @@ def _sizes(
         return columns * 8, rows
     if fmt.kind == "packed":
         assert shape_name is not None
-        shape = cast("list[int]", files.read(shape_name).flatten().long().tolist())
-        if len(shape) != 2 or min(shape) < 1 or max(shape) > 2**31:
-            raise TensorError(
-                f"{files.path}: {shape_name}",
-                found=str(shape),
-                expected="[N, K]",
-                next_step="The file is damaged: fetch it again.",
-            )
-        return shape[0], shape[1]
+        return _stated_shape(files, shape_name)
     return rows, columns if field == "weight" else columns * 2
 
 
-def _block_of(scale: TensorInfo | None, n: int, k: int) -> tuple[int, int]:
-    """The block of ModelOpt's FP8_PB_WO, which no config states: 128 x 128 unless the scales say otherwise."""
-    shape = [] if scale is None else [size for size in scale.shape if size != 1]
-    default = [size for size in (-(-n // 128), -(-k // 128)) if size != 1]
-    if shape == default or scale is None:
-        return 128, 128
-    grid = [size for size in scale.shape if size != 1] if len(scale.shape) != 2 else list(scale.shape)
-    if len(grid) == 2 and n % grid[0] == 0 and k % grid[1] == 0:
-        return n // grid[0], k // grid[1]
-    return 128, 128  # check_matrix then names the shapes
+def _stated_shape(files: CheckpointFiles, name: str) -> tuple[int, int]:
+    """N and K, from `weight_shape`."""
+    info = files.infos[name]
+    found = f"{_dtype(info)} {list(info.shape)}"
+    if info.shape == (2,) and info.dtype in (torch.int64, torch.int32):
+        n, k = cast("list[int]", files.read(name).tolist())
+        if min(n, k) > 0:
+            return n, k
+        found = str([n, k])
+    raise TensorError(
+        f"{files.path}: {name}",
+        found=found,
+        expected="the sizes [N, K] of the weight, int64 [2]",
+        next_step="The file is damaged: fetch it again.",
+    )
+
+
+def _kind(fmt: WeightFormat) -> str:
+    return "fp8" if fmt.kind == "fp8" and fmt.block is None else str(fmt)
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")

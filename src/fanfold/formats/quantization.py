@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from fanfold.errors import ConfigError, UnsupportedError
+from fanfold.formats.compressed_tensors_scheme import compressed_tensors
 from fanfold.formats.config import ModelConfig
-from fanfold.formats.files import read_json
-from fanfold.formats.schemes import Fields, Scheme, awq, compressed_tensors, fp8, gptq, modelopt, mxfp4
+from fanfold.formats.config_fields import Fields
+from fanfold.formats.files import read_json_if_there
+from fanfold.formats.modelopt_scheme import modelopt
+from fanfold.formats.schemes import Scheme, awq, fp8, gptq, mxfp4
+from fanfold.formats.values import shown
 
 METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "gptq": gptq,
@@ -20,21 +24,25 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "fp8": fp8,
     "mxfp4": mxfp4,
 }
-# Side files, and the fields that must agree with config.json where both say them.
 GPTQ_SIDE = "quantize_config.json"
-GPTQ_FIELDS = (
-    "bits",
-    "group_size",
-    "sym",
-    "desc_act",
-    "checkpoint_format",
-    "format",
-    "zero_point",
-    "version",
-    "quant_method",
-)
 MODELOPT_SIDE = "hf_quant_config.json"
-MODELOPT_FIELDS = ("quant_algo", "group_size", "weight_block_size")
+# What must agree where two files state it, each with the names it goes by.
+METHOD = ("quant_method", "method")
+CHECKED: tuple[tuple[str, ...], ...] = (
+    METHOD,
+    ("bits",),
+    ("group_size",),
+    ("sym",),
+    ("desc_act",),
+    ("checkpoint_format", "format"),
+    ("zero_point",),
+    ("version",),
+    ("pack_dtype",),
+    ("dynamic",),
+    ("quant_algo",),
+    ("weight_block_size",),
+    ("quantized_layers",),
+)
 
 
 @dataclass(frozen=True)
@@ -57,62 +65,82 @@ def read_quantization(directory: Path, config: ModelConfig) -> Quantization:
         ConfigError: a field is missing or malformed, or config.json and a side file disagree on what matters.
         UnsupportedError: an unknown quant_method, or a variant that fanfold does not run.
     """
-    fields = dict(config.quantization or {})
     where = f"{config.path}: quantization_config"
-    side = _side_file(directory)
-    if side is not None:
-        name, stated, checked = side
-        _compare(where, fields, f"{directory / name}", stated, checked)
+    fields = _stated(config.quantization or {})
+    default = None
+    for side, stated, maker in _side_files(directory):
+        for names in CHECKED:
+            _compare(where, fields, side, stated, names)
         if not fields:
-            where = str(directory / name)
+            where, default = side, maker
         fields = {**stated, **fields}
     if not fields:
         return Quantization(None, lambda module: None)
-    method = fields.get("quant_method") or fields.get("method")
-    if method is None and side is not None:
-        method = "modelopt" if side[0] == MODELOPT_SIDE else "gptq"
-    make = METHODS.get(method) if isinstance(method, str) else None
-    if make is None:
+    method = _first(fields, METHOD) or default
+    if not isinstance(method, str):
+        raise ConfigError(
+            f"{where}.quant_method",
+            found=shown(method),
+            expected=f"one of {', '.join(METHODS)}",
+            next_step="Add the quant_method of the tool that wrote the weights.",
+        )
+    if method not in METHODS:
         raise UnsupportedError(
             f"{where}.quant_method",
-            found=repr(method),
+            found=shown(method),
             expected=f"one of {', '.join(METHODS)}",
             next_step="Requantise the model to one of the formats in fanfold's README.",
         )
-    return Quantization(cast(str, method), make(Fields(where, fields)))
+    return Quantization(method, METHODS[method](Fields(where, fields)))
 
 
-def _side_file(directory: Path) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
-    """Name, fields and fields to compare of the side file, where there is one."""
-    if (directory / GPTQ_SIDE).exists():
-        return GPTQ_SIDE, read_json(directory / GPTQ_SIDE), GPTQ_FIELDS
-    if (directory / MODELOPT_SIDE).exists():
-        whole = read_json(directory / MODELOPT_SIDE)
+def _side_files(directory: Path) -> list[tuple[str, dict[str, Any], str]]:
+    """Path and fields of the side files that are there, and the quant_method of one that does not say."""
+    found: list[tuple[str, dict[str, Any], str]] = []
+    gptq_side = read_json_if_there(directory / GPTQ_SIDE)
+    if gptq_side is not None:
+        found.append((f"{directory / GPTQ_SIDE}", _stated(gptq_side), "gptq"))
+    whole = read_json_if_there(directory / MODELOPT_SIDE)
+    if whole is not None:
         inner = whole.get("quantization")
         if not isinstance(inner, dict):
             raise ConfigError(
                 f"{directory / MODELOPT_SIDE}: quantization",
-                found=repr(inner),
+                found=shown(inner),
                 expected="an object",
                 next_step="Fetch the file again.",
             )
-        return MODELOPT_SIDE, cast(dict[str, Any], inner), MODELOPT_FIELDS
-    return None
+        stated = _stated(cast(dict[str, Any], inner))
+        found.append((f"{directory / MODELOPT_SIDE}: quantization", stated, "modelopt"))
+    return found
+
+
+def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((fields[name] for name in names if name in fields), None)
 
 
 def _compare(
-    where: str, fields: Mapping[str, Any], side: str, stated: Mapping[str, Any], checked: tuple[str, ...]
+    where: str, fields: Mapping[str, Any], side: str, stated: Mapping[str, Any], names: tuple[str, ...]
 ) -> None:
-    for name in checked:
-        ours, theirs = fields.get(name), stated.get(name)
-        if ours is None or theirs is None or _plain(ours) == _plain(theirs):
-            continue
-        raise ConfigError(
-            f"{where}.{name}",
-            found=f"{ours!r}, but {side} says {theirs!r}",
-            expected="one value in both files",
-            next_step="Find out which file belongs to these weights and correct the other.",
-        )
+    """Refuses two values of one field.
+
+    Raises:
+        ConfigError: names both files and both values.
+    """
+    ours, theirs = _first(fields, names), _first(stated, names)
+    if ours is None or theirs is None or _plain(ours) == _plain(theirs):
+        return
+    raise ConfigError(
+        f"{where}.{names[0]}",
+        found=f"{shown(ours)}, but {side} says {shown(theirs)}",
+        expected="one value in both files",
+        next_step="Find out which file belongs to these weights and correct the other.",
+    )
 
 
 def _plain(value: object) -> object:
