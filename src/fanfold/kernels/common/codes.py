@@ -17,6 +17,20 @@ from fanfold.kernels.common.floats import e2m1_to_fp32, e4m3_to_fp16
 
 
 @triton.jit
+def fields(words, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Fields FIRST, FIRST + STEP, ... (COUNT, a power of two) of words [., W] -> [., W * COUNT], word after word.
+
+    Made by joining halves, since then a thread unpacks the words that it holds.
+    """
+    if COUNT == 1:
+        return (words >> (FIRST * BITS)) & ((1 << BITS) - 1)
+    else:
+        return tl.interleave(
+            fields(words, FIRST, 2 * STEP, COUNT // 2, BITS), fields(words, FIRST + STEP, 2 * STEP, COUNT // 2, BITS)
+        )
+
+
+@triton.jit
 def dense(
     ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -39,9 +53,7 @@ def words_along_k(
     word = k0 // PER + tl.arange(0, BLOCK_K // PER)
     inside = (n < N)[:, None] & (word * PER < K)[None, :]
     words = tl.load(ptr + n[:, None] * stride_n + word[None, :] * stride_k, mask=inside, other=0)
-    shift = tl.arange(0, PER) * BITS
-    codes = (words[:, :, None] >> shift[None, None, :]) & ((1 << BITS) - 1)
-    return tl.reshape(codes, (BLOCK_N, BLOCK_K))
+    return fields(words, 0, 1, PER, BITS)
 
 
 @triton.jit
@@ -62,9 +74,7 @@ def bytes_along_k_of_3_bits(
         inside = (n < N)[:, None] & (byte * 8 < 3 * K)[None, :]
         at = (byte // 4) * (stride_k * 4) + byte % 4
         bits |= tl.load(rows + at[None, :], mask=inside, other=0).to(tl.int32) << (8 * i)
-    shift = tl.arange(0, 8) * 3
-    codes = (bits[:, :, None] >> shift[None, None, :]) & 7
-    return tl.reshape(codes, (BLOCK_N, BLOCK_K))
+    return fields(bits, 0, 1, 8, 3)
 
 
 @triton.jit
@@ -77,23 +87,20 @@ def awq_words(
     k = k0 + tl.arange(0, BLOCK_K)
     inside = (word * 8 < N)[:, None] & (k < K)[None, :]
     words = tl.load(ptr + word[:, None] * stride_n + k[None, :] * stride_k, mask=inside, other=0)
-    j = tl.arange(0, 8)
-    shift = ((j >> 1) | ((j & 1) << 2)) * 4
-    codes = (words[:, None, :] >> shift[None, :, None]) & 15
-    return tl.reshape(codes, (BLOCK_N, BLOCK_K))
+    # In nibble order 0, 4, 1, 5, ...: columns of even n are nibbles 0 to 3, of odd n 4 to 7.
+    even = fields(tl.trans(words), 0, 1, 4, 4)
+    odd = fields(tl.trans(words), 4, 1, 4, 4)
+    return tl.trans(tl.interleave(even, odd))
 
 
 @triton.jit
-def e2m1_pairs(
+def e2m1_words(
     ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Bytes of two E2M1 codes along K, the even k in the low nibble (NVFP4, MXFP4) -> fp32."""
-    n = n0 + tl.arange(0, BLOCK_N)
-    pair = k0 // 2 + tl.arange(0, BLOCK_K // 2)
-    inside = (n < N)[:, None] & (pair * 2 < K)[None, :]
-    pairs = tl.load(ptr + n[:, None] * stride_n + pair[None, :] * stride_k, mask=inside, other=0).to(tl.int32)
-    return e2m1_to_fp32(tl.interleave(pairs & 15, pairs >> 4))
+    """E2M1 codes along K, low bits first, read as int32 words (NVFP4, MXFP4) -> fp32."""
+    codes = words_along_k(ptr, n0, N, k0, K, stride_n, stride_k, BITS, NATIVE_E4M3, BLOCK_N, BLOCK_K)
+    return e2m1_to_fp32(codes)
 
 
 @triton.jit

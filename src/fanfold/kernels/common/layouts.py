@@ -173,8 +173,8 @@ def _nvfp4(weights: ProjectionWeights) -> Layout:
     packed = _tensor(weights, "packed", (n, k // 2), (torch.uint8,))
     scale = _tensor(weights, "scale", (n, k // 16), (torch.float8_e4m3fn,))
     return Layout(
-        Codes(packed, *packed.stride()),
-        read_codes.e2m1_pairs,
+        _words_of_nibbles(packed),
+        read_codes.e2m1_words,
         4,
         scales=_scales(weights, scale.view(torch.uint8), transposed=False),
         matrix_scale=_tensor(weights, "global_scale", (), (torch.float32,)),
@@ -189,8 +189,8 @@ def _mxfp4(weights: ProjectionWeights) -> Layout:
     packed = _tensor(weights, "packed", (n, k // 2), (torch.uint8,))
     scale = _tensor(weights, "scale", (n, k // 32), (torch.uint8,))
     return Layout(
-        Codes(packed, *packed.stride()),
-        read_codes.e2m1_pairs,
+        _words_of_nibbles(packed),
+        read_codes.e2m1_words,
         4,
         scales=_scales(weights, scale, transposed=False),
         scale_kind="e8m0",
@@ -228,6 +228,12 @@ _LAYOUTS: Mapping[str, Callable[[ProjectionWeights], Layout]] = {
     "mxfp4": _mxfp4,
     "fp8": _fp8,
 }
+
+
+def _words_of_nibbles(packed: Tensor) -> Codes:
+    """Bytes of two codes along K as int32 words of eight; K is a multiple of 16 in both formats."""
+    words = packed.view(torch.int32)
+    return Codes(words, *words.stride())
 
 
 def _scales(weights: ProjectionWeights, scales: Tensor, transposed: bool) -> Scales:

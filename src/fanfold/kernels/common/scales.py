@@ -85,9 +85,9 @@ def awq_zeros(ptr, n, in_n, group, in_group, stride_n, stride_g, BITS: tl.conste
 
 @triton.jit
 def spread(values, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_N, RUNS] -> [BLOCK_N, BLOCK_K], each value for all inputs of its run."""
+    """[BLOCK_N, RUNS] -> [BLOCK_N, BLOCK_K], each value for all inputs of its run; a single run stays [BLOCK_N, 1]."""
     RUNS: tl.constexpr = values.shape[1]
-    if RUNS == BLOCK_K:
+    if RUNS == BLOCK_K or RUNS == 1:
         return values
     else:
         wide = tl.broadcast_to(values[:, :, None], (BLOCK_N, RUNS, BLOCK_K // RUNS))

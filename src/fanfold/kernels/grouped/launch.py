@@ -181,6 +181,7 @@ def launch_arguments(
         BLOCK_K=config.block_k,
         BLOCK_T=config.block_t,
         TOGETHER=TOGETHER,
+        AHEAD=packed.codes.ptr.dtype != x.dtype,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )

@@ -15,23 +15,40 @@ from fanfold.kernels.common.scales import load_scales, spread
 
 
 @triton.jit
-def add_step(
-    acc, x, w, s, z, order, expert, half, n0, N, k0, K,
-    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
-    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_T] + W[n0 : n0 + BLOCK_N, k0 : k0 + BLOCK_K] . x [BLOCK_K, BLOCK_T].
-
-    The weights enter the product in x's dtype: as (code - zero) * scale, made in fp32 and rounded once, where scales
-    belong to the weights; else as code - zero, which is exact.
-    """
-    n = n0 + tl.arange(0, BLOCK_N)
+def groups_of(order, s, expert, half, k0, K, RUN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """First inputs of the runs of a step, and the scale group of each run; both [BLOCK_K / RUN]."""
     run = k0 + tl.arange(0, BLOCK_K // RUN) * RUN
     if order.ptr is None:
-        group = run // s.group_size
+        return run, run // s.group_size
     else:
-        group = tl.load(order.ptr + expert * order.stride_e + half * order.stride_p + run, mask=run < K, other=0)
+        at = order.ptr + expert * order.stride_e + half * order.stride_p + run
+        return run, tl.load(at, mask=run < K, other=0)
+
+
+@triton.jit
+def scales_of(
+    s, order, expert, half, n0, N, k0, K,
+    SCALES: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scales of a weight tile in fp32, [BLOCK_N, BLOCK_K / RUN]."""
+    n = n0 + tl.arange(0, BLOCK_N)
+    run, group = groups_of(order, s, expert, half, k0, K, RUN, BLOCK_K)
+    matrix = s.ptr + expert * s.stride_e + half * s.stride_p
+    return load_scales(matrix, n, n < N, group, run < K, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
+
+
+@triton.jit
+def weight_tile(
+    w, s, z, order, expert, half, n0, N, k0, K,
+    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """W[n0 : n0 + BLOCK_N, k0 : k0 + BLOCK_K] as it enters the product, in the activations' dtype.
+
+    (code - zero) * scale, made in fp32 and rounded once, where scales belong to the weights; else code - zero, which
+    is exact.
+    """
     matrix = w.ptr + expert * w.stride_e + half * w.stride_p
     tile = CODES(matrix, n0, N, k0, K, w.stride_n, w.stride_k, BITS, NATIVE_E4M3, BLOCK_N, BLOCK_K)
     if ZERO is not None:
@@ -40,19 +57,50 @@ def add_step(
         if ZEROS is None:
             tile -= ZERO + 8388608.0
         else:
+            n = n0 + tl.arange(0, BLOCK_N)
+            run, group = groups_of(order, s, expert, half, k0, K, RUN, BLOCK_K)
             matrix = z.ptr + expert * z.stride_e + half * z.stride_p
             zero = ZEROS(matrix, n, n < N, group, run < K, z.stride_n, z.stride_g, BITS, V1)
             tile -= spread(zero.to(tl.float32) + 8388608.0, BLOCK_N, BLOCK_K)
-    if SCALE_AT == "weight" or SCALE_AT == "sum":
-        matrix = s.ptr + expert * s.stride_e + half * s.stride_p
-        scale = load_scales(matrix, n, n < N, group, run < K, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
-        if SCALE_AT == "weight":
-            tile = tile.to(tl.float32) * spread(scale, BLOCK_N, BLOCK_K)
-            return tl.dot(tile.to(x.dtype), x, acc, input_precision="ieee")
-        else:
-            return acc + tl.dot(tile.to(x.dtype), x, input_precision="ieee") * scale
+    if SCALE_AT == "weight":
+        scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+        tile = tile.to(tl.float32) * spread(scale, BLOCK_N, BLOCK_K)
+    return tile.to(DTYPE)
+
+
+@triton.jit
+def weight_tiles(
+    w, s, z, order, expert, half, n0, N, k0, K,
+    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The tile of this half; GATED: and of the next half, else the same again."""
+    tile = weight_tile(
+        w, s, z, order, expert, half, n0, N, k0, K,
+        CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K, DTYPE,
+    )  # fmt: skip
+    tile_up = tile
+    if GATED:
+        tile_up = weight_tile(
+            w, s, z, order, expert, half + 1, n0, N, k0, K,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K, DTYPE,
+        )  # fmt: skip
+    return tile, tile_up
+
+
+@triton.jit
+def add_step(
+    acc, tile, x, s, order, expert, half, n0, N, k0, K,
+    SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; SCALE_AT "sum" scales the product."""
+    if SCALE_AT == "sum":
+        scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+        return acc + tl.dot(tile, x, input_precision="ieee") * scale
     else:
-        return tl.dot(tile.to(x.dtype), x, acc, input_precision="ieee")
+        return tl.dot(tile, x, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -87,7 +135,7 @@ def grouped_product(
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     HALVES: tl.constexpr, ACTIVATION: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program makes BLOCK_N outputs of a half (or of h) for the rows of one work item.
 
@@ -106,9 +154,13 @@ def grouped_product(
         RUN: consecutive inputs that certainly share a group; a power of two that divides BLOCK_K.
         ACTIVATION: None, or what makes h from gate and up (relu2: from up) in the same program. y1 is rounded
             before it, so that the bits are those of two launches.
+        AHEAD: weights are unpacked one step ahead, and so while the product of this step is made; False where they
+            enter it as they lie in memory. It also makes Triton give them to the product through shared memory: as
+            a register operand, Triton 3.6 may overwrite them while a product on Hopper still reads them.
         TOGETHER: work items that pass one weight tile one after the other, while it is in the L2 cache.
     """
     GATED: tl.constexpr = ACTIVATION is not None and HALVES == 2
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     tiles_of_half = tl.cdiv(N, BLOCK_N)
     tiles = tiles_of_half if GATED else tiles_of_half * HALVES
     pid = tl.program_id(0)
@@ -134,19 +186,33 @@ def grouped_product(
     x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     acc_up = acc
+    if AHEAD:
+        tile, tile_up = weight_tiles(
+            w, s, z, order, expert, half, n0, N, 0, K,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
+        )  # fmt: skip
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         x = tl.load(x_rows + (k0 + k)[:, None], mask=(t < count)[None, :] & (k0 + k < K)[:, None], other=0.0)
+        if not AHEAD:
+            tile, tile_up = weight_tiles(
+                w, s, z, order, expert, half, n0, N, k0, K,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
+            )  # fmt: skip
         acc = add_step(
-            acc, x, w, s, z, order, expert, half, n0, N, k0, K,
-            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+            acc, tile, x, s, order, expert, half, n0, N, k0, K,
+            SCALES, SCALE_AT, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if GATED:
             acc_up = add_step(
-                acc_up, x, w, s, z, order, expert, half + 1, n0, N, k0, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+                acc_up, tile_up, x, s, order, expert, half + 1, n0, N, k0, K,
+                SCALES, SCALE_AT, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        if AHEAD:
+            tile, tile_up = weight_tiles(
+                w, s, z, order, expert, half, n0, N, k0 + BLOCK_K, K,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
             )  # fmt: skip
 
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
     y = finish(
         acc, s, m_ptr, b_ptr, expert, half, n0, N, HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype
     )
