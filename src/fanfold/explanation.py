@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from fanfold.errors import ArgumentError
 from fanfold.formats.codec import shapes
@@ -33,10 +33,10 @@ def explain(
         rates; None where its rates are not known) and what was asked.
 
     Raises:
-        ArgumentError: rows < 0, or an unknown arch.
+        ArgumentError: rows < 0, an unknown arch, or sizes that are none.
         UnsupportedError: a format of another name, or that can't hold such sizes.
     """
-    shape = shape if isinstance(shape, ExpertShape) else ExpertShape(*shape)
+    shape = shape if isinstance(shape, ExpertShape) else _shape(shape)
     fmt = format if isinstance(format, WeightFormat) else WeightFormat.parse(format)
     name = arch_name(arch)
     if rows < 0:
@@ -68,13 +68,26 @@ def explain(
     }
 
 
+def _shape(sizes: object) -> ExpertShape:
+    numbers = cast("tuple[object, ...]", sizes) if isinstance(sizes, tuple) else ()
+    found = [size for size in numbers if isinstance(size, int)]
+    if len(numbers) != 3 or len(found) != 3:
+        raise ArgumentError(
+            "shape",
+            found=repr(cast("object", sizes)),
+            expected="an ExpertShape, or (num_experts, hidden, intermediate)",
+            next_step="Pass the sizes of the model's config.json.",
+        )
+    return ExpertShape(found[0], found[1], found[2])
+
+
 def matrix_bytes(fmt: WeightFormat, n: int, k: int) -> int:
-    """Bytes of one packed W [N, K]; symmetric integers keep no zero points."""
+    """Bytes of one packed W [N, K], at least: scales in the smallest dtype they occur in, zero points where needed."""
     total = 0
     for field in shapes(fmt, n, k).values():
         if field.required:
             count = 1
             for size in field.shape:
                 count *= size
-            total += count * field.dtypes[0].itemsize
+            total += count * min(dtype.itemsize for dtype in field.dtypes)
     return total

@@ -28,7 +28,9 @@ def attach_adapters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     host.adapter_rows = rows
     host.adapter_sites = _sites(model, rows, dtype)
     host.adapters = AdapterPool(model)
-    model.register_forward_pre_hook(_note_rows(rows), with_kwargs=True)
+    note = _note_rows(rows)
+    for module in {model, model.base_model}:  # either may be called; the head's own layers run behind the base model
+        module.register_forward_pre_hook(note, with_kwargs=True)
     host.generate = _expanding(host.generate, rows)
 
 

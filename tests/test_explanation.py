@@ -1,0 +1,102 @@
+"""explain: figures by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fanfold
+from fanfold import explain
+from fanfold.errors import ArgumentError, UnsupportedError
+from fanfold.explanation import matrix_bytes
+from fanfold.spec import ExpertShape, WeightFormat
+from samples import random_projection, sample
+
+E, H, INNER = 8, 512, 256
+# Bytes of one matrix of 131,072 weights: codes, then scales (of GPTQ and FP8 in 16 bits), zero points, global scale.
+ONE_MATRIX = {
+    "bf16": (262144, 262144),
+    "gptq4-g128": (65536 + 2048, 65536 + 2048),
+    "gptq4-g128-asym-v1": (65536 + 2048 + 512, 65536 + 2048 + 512),
+    "nvfp4": (65536 + 8192 + 4, 65536 + 8192 + 4),
+    "mxfp4": (65536 + 4096, 65536 + 4096),
+    "fp8-block128x128": (131072 + 2 * 8, 131072 + 2 * 8),
+    "fp8-channel": (131072 + 2 * INNER, 131072 + 2 * H),
+}
+
+
+@pytest.mark.parametrize("name", ONE_MATRIX)
+def test_bytes_by_hand(name: str) -> None:
+    gate, down = ONE_MATRIX[name]
+    fmt = WeightFormat.parse(name)
+    assert (matrix_bytes(fmt, INNER, H), matrix_bytes(fmt, H, INNER)) == (gate, down)
+    for rows, experts in ((1, 1), (5, 5), (8, 8), (4096, 8), (0, 0)):
+        assert explain((E, H, INNER), name, 90, rows)["weight_bytes"] == experts * (2 * gate + down)
+
+
+@pytest.mark.parametrize("name", ["bf16", "gptq4-g128", "nvfp4", "mxfp4", "packed8-channel"])
+def test_bytes_are_those_of_real_experts(name: str) -> None:
+    projection = random_projection(name, 2, 2, 32, 128)
+    beside = sum(t.nbytes for field, t in projection.tensors.items() if field in ("input_scale", "qzeros"))
+    assert projection.nbytes - beside == 4 * matrix_bytes(projection.format, 32, 128)
+
+
+def test_a_few_rows_on_an_h200_are_bound_by_reading() -> None:
+    found = explain(ExpertShape(E, H, INNER), WeightFormat.parse("gptq4-g128"), 90, 4)
+    read = 4 * 3 * (65536 + 2048)
+    assert found == {
+        "shape": {"num_experts": E, "hidden": H, "intermediate": INNER},
+        "format": "gptq4-g128",
+        "arch": "sm_90",
+        "rows": 4,
+        "chosen": None,
+        "rejected": found["rejected"],
+        "weight_bytes": read,
+        "flops": 2 * 4 * 3 * H * INNER,
+        "floor_us": pytest.approx(read / 4.4e6),
+        "floor_of": "H200",
+    }
+    assert "a check, not an engine" in found["rejected"]["reference"]
+
+
+def test_many_rows_are_bound_by_the_matrix_units() -> None:
+    found = explain((E, H, INNER), "gptq4-g128", "sm_90", 100_000)
+    assert found["floor_us"] == pytest.approx(2 * 100_000 * 3 * H * INNER / 770e6)
+
+
+def test_experts_without_a_gate_have_two_products() -> None:
+    found = explain(ExpertShape(E, H, INNER, gated=False), "bf16", 90, 1)
+    assert found["weight_bytes"] == 2 * 262144
+    assert found["flops"] == 2 * 2 * H * INNER
+
+
+def test_the_cpu_has_no_floor() -> None:
+    found = explain((E, H, INNER), "mxfp4", "cpu", 16)
+    assert (found["chosen"], found["rejected"]) == ("reference", {})
+    assert (found["floor_us"], found["floor_of"]) == (None, None)
+    assert explain((E, H, INNER), "mxfp4", 120, 16)["floor_us"] is None
+
+
+def test_the_format_of_a_checkpoint_is_understood() -> None:
+    up = fanfold.inspect(sample("gptq-int4"))["layers"][0]["gate_up"]
+    experts, intermediate, hidden = up["shape"]
+    assert explain((experts, hidden, intermediate), up["format"], "cpu", 8)["format"] == "gptq4-g128-v1"
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "rows": (((E, H, INNER), "bf16", 90, -1), ArgumentError, "rows: found -1"),
+    "arch": (((E, H, INNER), "bf16", "h200", 1), ArgumentError, "arch: found 'h200'"),
+    "format": (((E, H, INNER), "int4", 90, 1), UnsupportedError, "found 'int4'"),
+    "sizes": (((E, H, 0), "bf16", 90, 1), ArgumentError, r"ExpertShape\.intermediate: found 0"),
+    "too few sizes": (((E, H), "bf16", 90, 1), ArgumentError, "shape: found"),
+    "no sizes": ((8, "bf16", 90, 1), ArgumentError, "shape: found 8"),
+    "packing": (((E, 100, INNER), "mxfp4", 90, 1), UnsupportedError, "100"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_questions(case: str) -> None:
+    arguments, error, text = WRONG[case]
+    with pytest.raises(error, match=text):
+        explain(*arguments)
