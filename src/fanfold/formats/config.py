@@ -31,6 +31,8 @@ OTHER_GATES = frozenset(
         "openai_privacy_filter",
     }
 )
+# Families whose configs have no field for it, as there is only SiLU.
+ALWAYS_SILU = frozenset({"lfm2_moe"})
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 LIMIT = 7.0  # gpt-oss's, where config.json does not say
 LARGEST_LIMIT = 1e6
@@ -115,6 +117,8 @@ class ModelConfig:
         """
         if self.model_type == "gpt_oss":
             return Activation("clamped_swiglu", limit=self._limit())
+        if self.model_type in ALWAYS_SILU:
+            return Activation("silu")
         stated = next(
             (self.fields[n] for n in ("mlp_hidden_act", "hidden_act", "hidden_activation") if self.fields.get(n)), None
         )
