@@ -123,9 +123,7 @@ def test_a_g_idx_that_matters_is_refused_without_act_order():
     tensors["g_idx"] = (torch.arange(128) // 32).to(torch.int32)
     codec.check_values(fmt_of("gptq4-g32"), tensors, WHERE)
     tensors["g_idx"][[0, 127]] = tensors["g_idx"][[127, 0]]
-    with pytest.raises(
-        TensorError, match=r"found 3 at \[0\] \(2 such of 128\); expected k // 32, as gptq4-g32 has no"
-    ):
+    with pytest.raises(TensorError, match=r"found 3 at \[0\] \(2 such of 128\); expected k // 32, as gptq4-g32 has no"):
         codec.check_values(fmt_of("gptq4-g32"), tensors, WHERE)
     one_group = {**quantised("gptq4-channel"), "g_idx": torch.zeros(128, dtype=torch.int32)}
     codec.check_values(fmt_of("gptq4-channel"), one_group, WHERE)

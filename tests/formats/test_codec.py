@@ -115,19 +115,13 @@ def plain_groups(fmt: WeightFormat, k: int) -> Tensor:
     return torch.arange(k, dtype=torch.int32) // (k if fmt.group_size == -1 else fmt.group_size)
 
 
-def random_field(
-    dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator, sound: bool
-) -> Tensor:
+def random_field(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator, sound: bool) -> Tensor:
     """Random bytes; `sound` takes out what no scale or weight may be."""
     octets = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
     if sound and dtype == torch.float8_e4m3fn:
         octets[(octets & 0x7F) == 0x7F] = 1
     tensor = octets.view(dtype).squeeze(-1)
-    return (
-        tensor.nan_to_num(1, 1, 1).abs()
-        if sound and dtype.itemsize > 1 and dtype.is_floating_point
-        else tensor
-    )
+    return tensor.nan_to_num(1, 1, 1).abs() if sound and dtype.itemsize > 1 and dtype.is_floating_point else tensor
 
 
 @given(

@@ -16,10 +16,7 @@ from fanfold.formats import codec
 from fanfold.spec import WeightFormat
 
 INTEGERS = [
-    f"packed{bits}-{group}{asym}"
-    for bits in (2, 3, 4, 8)
-    for group in ("g32", "channel")
-    for asym in ("", "-asym")
+    f"packed{bits}-{group}{asym}" for bits in (2, 3, 4, 8) for group in ("g32", "channel") for asym in ("", "-asym")
 ]
 
 
@@ -108,9 +105,7 @@ def test_its_nvfp4_is_read_alike_and_ours_is_written_alike(k: int):
 
     ours = codec.quantize(fmt, weight)
     assert float(ours["global_scale"]) == float(global_scale) == 1024.0
-    live = (
-        weight.reshape(16, -1, 16).abs().amax(-1) > 0
-    )  # where all is 0 it stores a small scale instead of 0
+    live = weight.reshape(16, -1, 16).abs().amax(-1) > 0  # where all is 0 it stores a small scale instead of 0
     assert torch.equal(ours["scale"].float()[live], written["weight_scale"].float()[live])
     assert torch.equal(ours["packed"], written["weight_packed"])
 
@@ -138,9 +133,7 @@ def test_mxfp4_is_read_alike():
     ],
 )
 @pytest.mark.parametrize(("n", "k"), [(64, 96), (192, 320), (80, 352)])
-def test_float_quantized_is_read_and_written_alike(
-    name: str, strategy: str, options: dict[str, Any], n: int, k: int
-):
+def test_float_quantized_is_read_and_written_alike(name: str, strategy: str, options: dict[str, Any], n: int, k: int):
     fmt = fmt_of(name)
     scheme = float_scheme(8, strategy, **options)
     weight = random_weight(n, k)

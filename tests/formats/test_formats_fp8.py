@@ -32,9 +32,7 @@ def test_a_scale_a_row_and_a_scale_a_matrix_by_hand():
 
 
 def test_every_e4m3_byte():
-    data = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8).reshape(
-        2, 127
-    )
+    data = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8).reshape(2, 127)
     tensors = {"weight": data.view(torch.float8_e4m3fn), "scale": torch.tensor(1.0)}
     codec.check_values(fmt_of("fp8-tensor"), tensors, "expert")
     found = codec.dequantize(fmt_of("fp8-tensor"), tensors, 2, 127).flatten().tolist()

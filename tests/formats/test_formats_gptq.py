@@ -16,9 +16,7 @@ BITS = (2, 3, 4, 8)
 
 def zeros_of(name: str, qzeros: Tensor, n: int, **options: str) -> list[list[int]]:
     fmt = fmt_of(name)
-    return gptq.unpack_zeros(
-        fmt, {"qzeros": qzeros, "scales": torch.ones(len(qzeros), n)}, n, 32, **options
-    ).tolist()
+    return gptq.unpack_zeros(fmt, {"qzeros": qzeros, "scales": torch.ones(len(qzeros), n)}, n, 32, **options).tolist()
 
 
 def test_codes_by_hand():
@@ -48,9 +46,7 @@ def test_asymmetric_by_hand_in_both_versions():
         assert found.tolist() == [[9.0 - zero] * 8 for zero in range(1, 9)]
 
 
-@pytest.mark.parametrize(
-    ("bits", "word"), [(2, 0x55555555), (4, 0x77777777), (8, 0x7F7F7F7F)], ids=["2", "4", "8"]
-)
+@pytest.mark.parametrize(("bits", "word"), [(2, 0x55555555), (4, 0x77777777), (8, 0x7F7F7F7F)], ids=["2", "4", "8"])
 def test_the_words_of_symmetric_zeros_in_v1(bits: int, word: int):
     n = 32 // bits
     zeros = torch.full((1, n), 1 << (bits - 1), dtype=torch.int32)
@@ -186,9 +182,7 @@ def test_b17_eight_bits(name: str):
         ([0] * 8, 0xEEEEEEEF, [16, 15, 15, 15, 15, 15, 15, 15]),
     ],
 )
-def test_b25_stored_15_in_v1_is_a_borrow_undone_by_one_addition(
-    zeros: list[int], word: int, by_fields: list[int]
-):
+def test_b25_stored_15_in_v1_is_a_borrow_undone_by_one_addition(zeros: list[int], word: int, by_fields: list[int]):
     name = "gptq4-g32-asym-v1"
     stored = gptq.pack_zeros(fmt_of(name), torch.tensor([zeros]))
     assert torch.equal(stored, int32(word).reshape(1, 1))
@@ -234,9 +228,7 @@ def test_any_words_dequantise_to_scale_times_difference(
     k = 32 * steps
     tensors = {
         "qweight": random_words(k * bits // 32, n, seed=seed),
-        "scales": torch.rand(fmt.groups(k), n, generator=torch.Generator().manual_seed(seed)).to(
-            torch.float16
-        ),
+        "scales": torch.rand(fmt.groups(k), n, generator=torch.Generator().manual_seed(seed)).to(torch.float16),
     }
     g_idx = random_groups(fmt, k, seed)
     if g_idx is not None:

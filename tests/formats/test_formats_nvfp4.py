@@ -138,9 +138,7 @@ def test_scales_follow_the_largest_weight_and_codes_are_nearest(name: str, n: in
     largest = weight.abs().reshape(n, groups, 16).amax(-1)
     normal = scale >= 2**-6  # three bits of mantissa
     assert ((scale * 6 / over - largest).abs() <= largest * 0.0626)[normal].all()
-    candidates = decode(torch.arange(16, dtype=torch.uint8)) * (scale / over).repeat_interleave(
-        16, 1
-    ).unsqueeze(-1)
+    candidates = decode(torch.arange(16, dtype=torch.uint8)) * (scale / over).repeat_interleave(16, 1).unsqueeze(-1)
     nearest = (candidates - weight.unsqueeze(-1)).abs().amin(-1)
     error = (codec.dequantize(fmt, tensors, n, k) - weight).abs()
     torch.testing.assert_close(error, nearest, rtol=1e-5, atol=float(weight.abs().max()) * 1e-6)

@@ -42,9 +42,7 @@ def test_zero_points_are_packed_along_n():
     act_order=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_words_of_any_size(
-    bits: int, n: int, k: int, group: int, asymmetric: bool, act_order: bool, seed: int
-):
+def test_any_words_of_any_size(bits: int, n: int, k: int, group: int, asymmetric: bool, act_order: bool, seed: int):
     fmt = WeightFormat("packed", bits, group, symmetric=not asymmetric, act_order=act_order)
     groups, size = fmt.groups(k), k if group == -1 else group
     scale = torch.rand(n, groups, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)

@@ -120,9 +120,7 @@ def test_stacked_experts_dequantise_alike(folder: Path):
     assert (projection.num_experts, projection.halves) == (2, 2)
     for e in (0, 1):
         for half, p in enumerate(("gate", "up")):
-            assert torch.equal(
-                dequantize_expert(projection, e, half), expected[f"{prefix}.{e}.{p}_proj.weight"]
-            )
+            assert torch.equal(dequantize_expert(projection, e, half), expected[f"{prefix}.{e}.{p}_proj.weight"])
             for name, tensor in canonical(fmt, experts[e][half], 64, 128).items():
                 if name in projection.tensors:  # all but a g_idx that says nothing
                     stacked = projection.tensors[name][e, half]

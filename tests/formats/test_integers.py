@@ -40,9 +40,7 @@ def test_symmetric_rounding_by_hand():
 
 def test_asymmetric_rounding_by_hand():
     fmt = fmt_of("gptq4-g4-asym-v2")
-    weight = torch.tensor(
-        [[-5.0, 10.0, 0.0, 1.2, 3.0, 15.0, 6.0, 6.4], [-15.0, -1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0]]
-    )
+    weight = torch.tensor([[-5.0, 10.0, 0.0, 1.2, 3.0, 15.0, 6.0, 6.4], [-15.0, -1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 0.0]])
     groups = integers.group_of_k(fmt, None, 8, CPU)
     codes, zeros, scales = integers.round_to_nearest(fmt, weight, groups, torch.float16)
     assert scales.tolist() == [[1.0, 1.0], [1.0, 1.0]]

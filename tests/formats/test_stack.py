@@ -20,9 +20,7 @@ Experts = list[list[dict[str, Tensor]]]
 def experts_of(name: str, experts: int = 3, halves: int = 2, n: int = 32, k: int = 128) -> Experts:
     fmt = fmt_of(name)
     seeds = [[10 * e + p for p in range(halves)] for e in range(experts)]
-    return [
-        [codec.quantize(fmt, random_weight(n, k, s), random_groups(fmt, k, s)) for s in row] for row in seeds
-    ]
+    return [[codec.quantize(fmt, random_weight(n, k, s), random_groups(fmt, k, s)) for s in row] for row in seeds]
 
 
 def refused(fmt: WeightFormat, experts: Any, **options: Any) -> TensorError:
@@ -47,9 +45,7 @@ def test_every_format_stacks_without_permutation(name: str, halves: int):
                 found = projection.tensors[key][e, p]
                 assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
                 assert torch.equal(found.double(), tensor.double())
-            assert torch.equal(
-                codec.dequantize_expert(projection, e, p), codec.dequantize(fmt, matrix, 32, 128)
-            )
+            assert torch.equal(codec.dequantize_expert(projection, e, p), codec.dequantize(fmt, matrix, 32, 128))
 
 
 def test_the_bytes_are_those_of_the_files():
@@ -69,9 +65,7 @@ def test_scalars_of_one_element_are_stacked_as_scalars():
     assert projection.tensors["input_scale"].tolist() == [[3.0, 3.0]] * 3
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [("gptq4-g32", "scales"), ("awq4-g32", "scales"), ("packed4-g32", "scale")]
-)
+@pytest.mark.parametrize(("name", "key"), [("gptq4-g32", "scales"), ("awq4-g32", "scales"), ("packed4-g32", "scale")])
 def test_fp32_scales_of_integers_are_rounded_to_fp16(name: str, key: str):
     experts = experts_of(name)
     for row in experts:
@@ -172,9 +166,7 @@ def test_unsupported_bits_are_refused(bits: int, kind: Any):
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "packed"])
 def test_group_size_0_is_refused(kind: Any):
-    with pytest.raises(
-        UnsupportedError, match=f"{kind} group_size: found 0; expected a positive number, or -1"
-    ):
+    with pytest.raises(UnsupportedError, match=f"{kind} group_size: found 0; expected a positive number, or -1"):
         stack(WeightFormat(kind, 4, 0), experts_of("gptq4-g32"))
 
 
@@ -193,9 +185,7 @@ def other(name: str, n: int = 32, k: int = 128) -> dict[str, Tensor]:
     ],
     ids=["k", "n", "group", "8 bits", "2 bits"],
 )
-def test_an_expert_unlike_the_others_is_named(
-    replacement: dict[str, Tensor], array: str, found: str, expected: str
-):
+def test_an_expert_unlike_the_others_is_named(replacement: dict[str, Tensor], array: str, found: str, expected: str):
     experts = experts_of("gptq4-g32")
     experts[2][1] = replacement
     error = refused(fmt_of("gptq4-g32"), experts)
@@ -204,9 +194,7 @@ def test_an_expert_unlike_the_others_is_named(
     assert error.expected == f"shape {expected} for gptq4-g32"
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq4-g32", "awq4-g32", "packed4-g32", "nvfp4", "mxfp4", "fp8-block32x48", "bf16"]
-)
+@pytest.mark.parametrize("name", ["gptq4-g32", "awq4-g32", "packed4-g32", "nvfp4", "mxfp4", "fp8-block32x48", "bf16"])
 def test_sizes_that_the_caller_states_are_held(name: str):
     for sizes in ({"n": 40, "k": 128}, {"n": 32, "k": 256}):
         assert refused(fmt_of(name), experts_of(name), **sizes).what.startswith("expert 0 half 0.")

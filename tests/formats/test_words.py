@@ -33,9 +33,7 @@ def test_words_by_hand(bits: int, values: list[int], words: list[int]):
     assert unpack_words(int32(*words), bits, len(values)).tolist() == values
 
 
-@given(
-    bits=st.sampled_from(BITS), count=st.integers(1, 200), rows=st.integers(1, 3), seed=st.integers(0, 999)
-)
+@given(bits=st.sampled_from(BITS), count=st.integers(1, 200), rows=st.integers(1, 3), seed=st.integers(0, 999))
 def test_unpack_reads_any_words_as_one_stream(bits: int, count: int, rows: int, seed: int):
     words = random_words(rows, words_for(count, bits), seed=seed)
     found = unpack_words(words, bits, count)

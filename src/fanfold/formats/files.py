@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fanfold.errors import ConfigError, CorruptFileError, MissingFileError, TensorError
 from fanfold.formats.header import PREFIX, TensorInfo, header_length, parse_header
-from fanfold.formats.values import FETCH_AGAIN, shown, too_deep
+from fanfold.formats.values import FETCH_AGAIN, shown, sound_name, too_deep
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -160,7 +160,8 @@ class CheckpointFiles:
             found = shown(cast(object, weight_map))
         else:
             for name, shard in cast("dict[str, object]", weight_map).items():
-                if not isinstance(shard, str) or "/" in shard or shard in ("", ".", ".."):
+                file_name = shard if isinstance(shard, str) and "/" not in shard else ".."
+                if file_name in (".", "..") or not sound_name(file_name) or not sound_name(name):
                     found = f"{shown(name)} in {shown(shard)}"
                     break
         if found is not None:

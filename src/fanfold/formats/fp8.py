@@ -19,7 +19,7 @@ from fanfold.spec.weight_format import WeightFormat
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "weight": ("weight",),
     "scale": ("weight_scale_inv", "weight_scale"),
-    "input_scale": ("input_scale",),
+    "input_scale": ("input_scale", "activation_scale"),
 }
 LARGEST = 448.0  # of E4M3
 

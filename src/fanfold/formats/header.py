@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from fanfold.errors import CorruptFileError, UnsupportedError
-from fanfold.formats.values import FETCH_AGAIN, shown, too_deep
+from fanfold.formats.values import FETCH_AGAIN, LONGEST_NAME, shown, sound_name, too_deep
 
 PREFIX = 8  # bytes of the length
 LARGEST = 100_000_000  # bytes of JSON; the writers' own limit
@@ -99,7 +99,7 @@ def parse_header(file: Path, text: bytes, size: int) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     ranges: dict[str, tuple[int, int]] = {}
     for name, entry in entries.items():
-        where = f"{file}: {shown(name)}"
+        where = f"{file}: {name}"
         shape, offsets = _sizes(where, entry, "shape"), _sizes(where, entry, "data_offsets")
         if len(offsets) != 2:
             raise _corrupt(where, f"data_offsets = {shown(list(offsets))}", "two numbers")
@@ -124,7 +124,7 @@ def parse_header(file: Path, text: bytes, size: int) -> dict[str, TensorInfo]:
     end = 0
     for name in ordered:
         if ranges[name][0] != end:
-            raise _corrupt(f"{file}: {shown(name)}", f"data from byte {ranges[name][0]} on", f"from byte {end} on")
+            raise _corrupt(f"{file}: {name}", f"data from byte {ranges[name][0]} on", f"from byte {end} on")
         end = ranges[name][1]
     if start + end != size:
         raise _corrupt(file, f"{size} bytes", f"{start + end}, as its header says")
@@ -141,8 +141,12 @@ def _entries(file: Path, text: bytes) -> dict[str, Mapping[str, object]]:
     entries = cast(dict[str, object], header)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
+        if not sound_name(name):
+            raise _corrupt(
+                file, f"a tensor called {shown(name)}", f"printable names, at most {LONGEST_NAME} characters"
+            )
         if not isinstance(entry, dict):
-            raise _corrupt(f"{file}: {shown(name)}", shown(entry), "an object of dtype, shape and data_offsets")
+            raise _corrupt(f"{file}: {name}", shown(entry), "an object of dtype, shape and data_offsets")
     return cast(dict[str, Mapping[str, object]], entries)
 
 

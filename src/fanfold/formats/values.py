@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import cast
 
 FETCH_AGAIN = "Fetch the file again, and compare its size and checksum with the source."
+LONGEST_NAME = 500  # characters of a tensor's name
 DEEPEST = 64  # levels of lists and objects; real configs have fewer than ten
 
 _printer = reprlib.Repr()
@@ -17,6 +18,11 @@ _printer.maxlist = _printer.maxdict = 8
 def shown(value: object) -> str:
     """`repr` of a value, shortened."""
     return _printer.repr(value)
+
+
+def sound_name(name: str) -> bool:
+    """Whether a tensor can be called like that: short, and nothing in it that a terminal would act on."""
+    return name.isprintable() and 0 < len(name) <= LONGEST_NAME
 
 
 def too_deep(value: object) -> bool:
