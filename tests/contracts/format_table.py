@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fanfold.formats.codec import CODECS
+from fanfold.formats.config_fields import Fields
+from fanfold.formats.modelopt_scheme import ALGORITHMS
 from fanfold.formats.quantization import METHODS
-from fanfold.formats.schemes import MODELOPT, Fields
 from fanfold.spec.weight_format import INTEGER_BITS, WeightFormat
 
 
@@ -32,7 +33,7 @@ CONFIGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "channel": _compressed("float-quantized", strategy="channel", **_FP8),
         "block": _compressed("float-quantized", strategy="block", block_structure=[128, 128], **_FP8),
     },
-    "modelopt": {algorithm: {"quant_algo": algorithm} for algorithm in [*MODELOPT, "FP8_PB_WO", "MIXED_PRECISION"]},
+    "modelopt": {algorithm: {"quant_algo": algorithm} for algorithm in [*ALGORITHMS, "FP8_PB_WO", "MIXED_PRECISION"]},
     "fp8": {"weight_block_size": {"weight_block_size": [128, 128]}, "per tensor": {}},
     "mxfp4": {"gpt-oss": {}},
 }
@@ -62,7 +63,7 @@ def table() -> str:
 def _formats(method: str, config: Mapping[str, Any]) -> list[WeightFormat]:
     """What the code makes of a config; of MIXED_PRECISION, with every algorithm on a module of its own."""
     if config.get("quant_algo") == "MIXED_PRECISION":
-        layers = {name: {"quant_algo": name} for name in MODELOPT}
+        layers = {name: {"quant_algo": name} for name in ALGORITHMS}
         scheme = METHODS[method](Fields("config", {**config, "quantized_layers": layers}))
         found = [scheme(name) for name in layers]
     else:
