@@ -22,3 +22,14 @@ class Arch:
 
 # Measured on one H200 on 30 November 2026: read-only stream 4.35-4.5 TB/s, 8192^3 bf16 product 750-785 TF/s.
 ARCHS = {"sm_90": Arch("H200", 4.4e12, 770e12)}
+
+# Most shared memory of one block, in bytes: "Maximum amount of shared memory per thread block" in the table of
+# technical specifications per compute capability, CUDA C++ Programming Guide 13.
+SHARED_BYTES = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+}

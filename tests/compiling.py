@@ -1,0 +1,86 @@
+"""Compiles a Triton kernel for a GPU that is not here, and reads what it takes of one."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fanfold.spec.arch import SHARED_BYTES
+
+ARCHS = sorted(SHARED_BYTES, key=lambda arch: int(arch.removeprefix("sm_")))
+ALL_ARCHS = pytest.mark.parametrize("arch", ARCHS)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes.
+
+    Attributes:
+        registers: a thread.
+        stack: bytes a thread in local memory; more than 0 where registers spill.
+        shared: bytes of shared memory a block.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def compile_kernel(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], arch: str, num_warps: int, **options: Any
+) -> Resources:
+    """Compiles for one arch.
+
+    Args:
+        kernel: a function under triton.jit.
+        types: of the run-time arguments by name: "*bf16", "i32", "fp32", ...; pointers are taken as 16-byte aligned.
+        constants: values of the others.
+        arch: e.g. "sm_90".
+        num_warps: of a program.
+        options: further launch options, e.g. enable_fp_fusion.
+
+    Returns:
+        What the kernel takes.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(kernel.arg_names)
+    assert sorted(names) == sorted([*types, *constants]), "every argument once"
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")},
+    )
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
+
+
+def check_fits(resources: Resources, arch: str) -> None:
+    """Fails where the kernel spills or can't be launched on the arch."""
+    assert resources.stack == 0, f"spills: {resources}"
+    assert resources.shared <= SHARED_BYTES[arch], f"more shared memory than {arch} has: {resources}"
+
+
+@cache
+def _cuobjdump() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
