@@ -78,6 +78,10 @@ class FakeLinear(FakeSite):
     in_features: int = field(kw_only=True)
     out_features: int = field(kw_only=True)
 
+    @property
+    def weight(self) -> Tensor:
+        return torch.zeros(self.out_features, self.in_features)
+
 
 def sites(
     layers: int,

@@ -41,6 +41,7 @@ def test_one_id_a_token() -> None:
     assert as_list(made.ids_for([3, 2, 64])) == [2, 2, -1, -1, 0, 0]
     assert as_list(made.ids_for([6, 64])) == [2, 2, -1, -1, 0, 0]
     assert as_list(made.ids_for([3, 1, 64])) == [2, -1, 0]  # logits_to_keep
+    assert as_list(made.ids_for([3, 1, 2, 64])) == [2, 2, -1, -1, 0, 0]  # heads between batch and sequence
 
 
 def test_a_list_of_base_rows_gives_no_ids_but_has_a_length() -> None:
@@ -108,7 +109,7 @@ def test_inputs_of_another_forward_are_refused() -> None:
     made.begin(2, 3)
     with pytest.raises(ArgumentError, match=r"found 5 tokens; expected 2 \* 3"):
         made.ids(5)
-    for shape in ([3, 3, 8], [2, 4, 8], [2, 3, 4, 8], [6]):
+    for shape in ([3, 3, 8], [2, 4, 8], [3, 2, 3, 8], [6]):
         with pytest.raises(ArgumentError, match="rows of the running forward"):
             made.ids_for(shape)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fanfold.errors import ConfigError, TensorError
 from fanfold.lora.config import AdapterConfig, read_config
 from fanfold.lora.files import read_tensors
-from fanfold.lora.keys import EXPERT, FUSED_PARAMETERS, Factors, group_keys
+from fanfold.lora.keys import EXPERT, FUSED_PARAMETERS, Factors, group_keys, take_copies
 
 Projection = Literal["gate", "up", "down"]
 # The spellings of a projection: transformers v4 Mixtral, and everything else.
@@ -52,7 +52,13 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class ModuleTarget(Target):
-    """A plain module: attention, router, shared expert, dense MLP, lm_head. A [r, in], B [out, r]."""
+    """A plain module: attention, router, shared expert, dense MLP, lm_head. A [r, in], B [out, r].
+
+    Attributes:
+        copy: the base's weight [out, in] as the adapter was trained on, where PEFT saved it (for lm_head it does).
+    """
+
+    copy: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,18 +119,19 @@ def read_adapter(path: str | Path) -> Adapter:
     folder = Path(path)
     config = read_config(folder)
     file, tensors = read_tensors(folder)
+    copies = take_copies(tensors)
     groups = group_keys(file, tensors)
     targets: list[Target] = []
     for module, by_depth in groups.items():
         if module.rpartition(".")[2] == "experts":
             targets += _fused(file, config, module, by_depth)
         else:
-            targets.append(_plain(file, config, module, by_depth[0]))
+            targets.append(_plain(file, config, module, by_depth[0], copies.get(module)))
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     return Adapter(folder, config, tuple(targets), nbytes)
 
 
-def _plain(file: Path, config: AdapterConfig, module: str, factors: Factors) -> Target:
+def _plain(file: Path, config: AdapterConfig, module: str, factors: Factors, copy: Tensor | None) -> Target:
     # a router targeted as "gate.weight" has the keys of a Linear, but its patterns match the parameter's name
     parameter = f"{module}.weight"
     key = parameter if config.targets_parameter(parameter) else module
@@ -132,7 +139,7 @@ def _plain(file: Path, config: AdapterConfig, module: str, factors: Factors) -> 
     _check_shapes(file, module, factors, rank, stacked=False)
     expert = EXPERT.fullmatch(module)
     if expert is None:
-        return ModuleTarget(module, module, factors.a, factors.b, rank, config.scale_of(key))
+        return ModuleTarget(module, module, factors.a, factors.b, rank, config.scale_of(key), copy)
     projection = PROJECTIONS[expert["projection"]]
     number = int(expert["number"])
     return ExpertTarget(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from fanfold.errors import AdapterMismatchError
-from fanfold.lora.adapter import Adapter, ExpertTarget, FusedTarget, Projection, Target
+from fanfold.lora.adapter import Adapter, ExpertTarget, FusedTarget, ModuleTarget, Projection, Target
 from fanfold.lora.layout import orientation_of, take_apart
 from fanfold.lora.resolve import SiteFinder
 from fanfold.lora.site import ExpertSite, LinearSite, Pairs, Site
@@ -100,7 +103,25 @@ def _expert_pair(target: ExpertTarget, site: ExpertSite) -> dict[tuple[Projectio
 def _linear_pair(target: Target, site: Site) -> LoraPair:
     if not isinstance(site, LinearSite):
         raise _wrong_kind(target, site, "a Linear")
+    if isinstance(target, ModuleTarget) and target.copy is not None:
+        _check_copy(target, target.copy, site.weight)
     return _pair(target, site, site.in_features, site.out_features)
+
+
+def _check_copy(target: Target, copy: Tensor, weight: Tensor) -> None:
+    """The base's weight in the adapter's file is that of the model, as far as the coarser of the two dtypes tells."""
+    same = copy.shape == weight.shape
+    if same:
+        held = weight.cpu()
+        same = torch.equal(copy.to(held.dtype), held) or torch.equal(copy, held.to(copy.dtype))
+    if not same:
+        raise AdapterMismatchError(
+            f"{target.key}.base_layer.weight",
+            found="a base weight that is not the model's",
+            expected=f"the weight of {target.path} that the model has",
+            next_step="Load the adapter on the model that it was trained on, or save it again with PEFT's "
+            "save_embedding_layers=False if only its deltas are wanted.",
+        )
 
 
 def _pair(target: Target, site: Site, inputs: int, outputs: int) -> LoraPair:

@@ -15,6 +15,8 @@ from fanfold.errors import TensorError, UnsupportedError
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<side>[AB])(?:\.default)?\.weight"
 )
+# PEFT saves embeddings and lm_head whole where it adapts them: a copy of the base's weight beside the pair.
+_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
 # <container>.<number>.<projection>: an expert kept as Linear modules
 EXPERT = re.compile(
     r"(?P<container>(?:.+\.)?experts)\.(?P<number>[0-9]{1,9})\.(?P<projection>w1|w2|w3|gate_proj|up_proj|down_proj)"
@@ -40,6 +42,17 @@ class Factors:
 
     a: Tensor
     b: Tensor
+
+
+def take_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Takes out the copies of base weights that lie beside a pair, by module."""
+    copies: dict[str, Tensor] = {}
+    for name in list(tensors):
+        match = _COPY.fullmatch(name)
+        beside = "" if match is None else f"base_model.model.{match['module']}.lora_A."
+        if match is not None and (f"{beside}weight" in tensors or f"{beside}default.weight" in tensors):
+            copies[match["module"]] = tensors.pop(name)
+    return copies
 
 
 def group_keys(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[int, Factors]]:

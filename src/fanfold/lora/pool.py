@@ -17,7 +17,7 @@ from fanfold.errors import (
     PoolFullError,
     UnknownAdapterError,
 )
-from fanfold.lora.adapter import Adapter, read_adapter
+from fanfold.lora.adapter import read_adapter
 from fanfold.lora.bind import bind
 from fanfold.lora.convert import convert
 from fanfold.lora.rows import Rows
@@ -31,7 +31,7 @@ BASE = "base"
 @dataclass(frozen=True, eq=False)
 class _Entry:
     slot: int
-    adapter: Adapter
+    path: Path
     pairs: Mapping[str, Pairs]
 
 
@@ -95,9 +95,9 @@ class AdapterPool:
         _check_name(name)
         with self._lock:
             self._free_slot(name)  # before the files are read
-        adapter, pairs = self._prepare(path)
+        pairs = self._prepare(path)
         with self._lock:
-            entry = _Entry(self._free_slot(name), adapter, pairs)
+            entry = _Entry(self._free_slot(name), Path(path), pairs)
             self._fill(entry, None)
             self._entries[name] = entry
         return entry.slot
@@ -117,10 +117,10 @@ class AdapterPool:
         """
         with self._lock:
             self._idle_entry(name)
-        adapter, pairs = self._prepare(path)
+        pairs = self._prepare(path)
         with self._lock:
             old = self._idle_entry(name)
-            entry = _Entry(old.slot, adapter, pairs)
+            entry = _Entry(old.slot, Path(path), pairs)
             self._fill(entry, old)
             self._entries[name] = entry
         return entry.slot
@@ -189,13 +189,12 @@ class AdapterPool:
             entries = sorted(self._entries.items(), key=lambda item: item[1].slot)
         return [{"name": name, **_describe(entry)} for name, entry in entries]
 
-    def _prepare(self, path: str | Path) -> tuple[Adapter, dict[str, Pairs]]:
+    def _prepare(self, path: str | Path) -> dict[str, Pairs]:
         # a single layer holds one part of a model, and of an adapter
         sites = list(self._sites.values())
         single_layer = len(sites) == 1 and isinstance(sites[0], ExpertSite)
-        adapter = read_adapter(path)
-        bound = bind(adapter, self._sites, partial=single_layer)
-        return adapter, {at: convert(pairs, self._sites[at]) for at, pairs in bound.items()}
+        bound = bind(read_adapter(path), self._sites, partial=single_layer)
+        return {at: convert(pairs, self._sites[at]) for at, pairs in bound.items()}
 
     def _fill(self, entry: _Entry, old: _Entry | None) -> None:
         before: Mapping[str, Pairs] = {} if old is None else old.pairs
@@ -288,7 +287,7 @@ def _describe(entry: _Entry) -> dict[str, object]:
     tensors = {id(tensor): tensor for pair in pairs for tensor in (pair.a, pair.b)}  # gate and up share A
     return {
         "slot": entry.slot,
-        "path": str(entry.adapter.path),
+        "path": str(entry.path),
         "ranks": sorted({pair.rank for pair in pairs}),
         "scales": sorted({pair.scale for pair in pairs}),
         "targets": {kind: targets[kind] for kind in ("gate", "up", "down", "linear")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -91,21 +92,22 @@ class Rows:
         return None if self._ids is None else self._ids.repeat_interleave(seq)
 
     def ids_for(self, shape: Sequence[int]) -> Tensor | None:
-        """The slot of each token of an input [B, S', H] or [T, H], in order: int32 [B*S'] or [T].
+        """The slot of each position of an input [B, S', H], [B, ..., H] or [T, H], in order, int32.
 
-        S' may be less than the forward's seq (lm_head with logits_to_keep).
+        S' may be less than the forward's seq (lm_head with logits_to_keep); more dimensions between B and H, such as
+        heads, are the row's own.
 
         Raises:
-            ArgumentError: the shape is of another batch, longer than seq, or not of two or three dimensions.
+            ArgumentError: the shape is of another batch, longer than seq, or of one dimension.
         """
         if self._slots is None:
             return None
         if len(shape) == 2:
             return self.ids(shape[0])
         batch, seq = self._forward or (len(self._slots), shape[1] if len(shape) == 3 else 0)
-        if len(shape) != 3 or shape[0] != batch or shape[1] > seq:
+        if len(shape) < 3 or shape[0] != batch or (len(shape) == 3 and shape[1] > seq):
             raise self._unlike_forward(f"an input of shape {list(shape)}", f"[{batch}, up to {seq}, H]")
-        return None if self._ids is None else self._ids.repeat_interleave(shape[1])
+        return None if self._ids is None else self._ids.repeat_interleave(math.prod(shape[1:-1]))
 
     def _row_ids(self, times: int) -> Tensor | None:
         if self._slots is None or all(slot < 0 for slot in self._slots):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from fanfold.lora.adapter import Projection
 from fanfold.spec import ExpertShape, LoraPair
@@ -79,6 +80,11 @@ class ExpertSite(Site, Protocol):
 @runtime_checkable
 class LinearSite(Site, Protocol):
     """A plain module: y [.., out_features] from x [.., in_features]. Routers too, whose out_features is E."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features]."""
+        ...
 
     @property
     def in_features(self) -> int:
