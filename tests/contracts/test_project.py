@@ -9,7 +9,8 @@ from packaging.requirements import Requirement
 import fanfold
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = FILE["project"]
 
 
 def pinned() -> dict[str, str]:
@@ -39,3 +40,8 @@ def test_ci_runs_make_test_and_nothing_else() -> None:
 
 def test_changelog_has_this_version() -> None:
     assert f"## [{fanfold.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_only_device_functions_go_without_types() -> None:
+    for name in FILE["tool"]["pyright"]["ignore"]:
+        assert "@triton.jit" in (ROOT / name).read_text(), f"{name} holds no device function"
