@@ -16,7 +16,7 @@ from fanfold.errors import FanfoldError
 from fanfold.formats.codec import codec, quantize
 from fanfold.spec import WeightFormat
 
-EXPERTS, HIDDEN, INTERMEDIATE = 3, 64, 32
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 96, 64
 CONTAINER = "model.layers.{layer}.mlp.experts"
 PROJECTIONS = {
     "gate_proj": (INTERMEDIATE, HIDDEN),
@@ -50,6 +50,8 @@ def config_of(fmt: WeightFormat) -> dict[str, Any] | None:
     if fmt.kind == "awq":
         sizes = {"bits": fmt.bits, "group_size": fmt.group_size, "zero_point": not fmt.symmetric}
         return {"quant_method": "awq", "version": "gemm", **sizes}
+    if fmt.block == (1, -1):
+        return compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True})
     if fmt.kind == "fp8":
         block = None if fmt.block == (-1, -1) else list(fmt.block or ())
         return {"quant_method": "fp8", "weight_block_size": block}
@@ -124,7 +126,8 @@ def write(
 ) -> Path:
     """A checkpoint directory; `side` maps names of further JSON files to what they hold."""
     folder.mkdir(exist_ok=True, parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(own, folder / "model.safetensors")
     config = {name: value for name, value in {**MODEL, **model}.items() if value is not None}
     if quantization is not None:
         config["quantization_config"] = dict(quantization)

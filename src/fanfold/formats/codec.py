@@ -172,7 +172,13 @@ def check_matrix(fmt: WeightFormat, tensors: Mapping[str, TensorInfo], n: int, k
         UnsupportedError: the packing can't hold such sizes.
     """
     module = codec(fmt.kind)
-    checks.check_fields(fmt, module.shapes(fmt, n, k), tensors, module.FIELDS, where)
+    try:
+        wanted = module.shapes(fmt, n, k)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{where}: {error.what}", found=error.found, expected=error.expected, next_step=error.next_step
+        ) from None
+    checks.check_fields(fmt, wanted, tensors, module.FIELDS, where)
 
 
 def check_values(fmt: WeightFormat, tensors: Mapping[str, Tensor], where: str) -> None:

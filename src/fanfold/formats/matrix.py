@@ -199,23 +199,29 @@ def _sizes(
         "mxfp4": "packed",
     }.get(fmt.kind, "weight")
     info = infos.get(field)
-    if info is None or len(info.shape) != 2 or (fmt.kind == "packed" and shape_name is None):
-        missing = codec(fmt.kind).FIELDS[field][0] if info is None else "weight_shape"
-        raise TensorError(
-            f"{files.path}: {module}.{missing}",
-            found="no such tensor" if info is None or len(info.shape) == 2 else f"shape {list(info.shape)}",
-            expected=f"a tensor of {_kind(fmt)}",
-            next_step="Every matrix needs all tensors of its format; fetch the missing files.",
-        )
+    if info is None:
+        raise _incomplete(files, fmt, module, codec(fmt.kind).FIELDS[field][0], "no such tensor")
+    if len(info.shape) != 2:
+        raise _incomplete(files, fmt, module, codec(fmt.kind).FIELDS[field][0], f"shape {list(info.shape)}")
     rows, columns = info.shape
     if fmt.kind == "gptq":
         return columns, rows * 32 // fmt.bits
     if fmt.kind == "awq":
         return columns * 8, rows
     if fmt.kind == "packed":
-        assert shape_name is not None
+        if shape_name is None:
+            raise _incomplete(files, fmt, module, "weight_shape", "no such tensor")
         return _stated_shape(files, shape_name)
     return rows, columns if field == "weight" else columns * 2
+
+
+def _incomplete(files: CheckpointFiles, fmt: WeightFormat, module: str, suffix: str, found: str) -> TensorError:
+    return TensorError(
+        f"{files.path}: {module}.{suffix}",
+        found=found,
+        expected=f"{'a matrix' if found.startswith('shape') else 'a tensor'} of {_kind(fmt)}",
+        next_step="Every matrix needs all tensors of its format; fetch the missing files.",
+    )
 
 
 def _stated_shape(files: CheckpointFiles, name: str) -> tuple[int, int]:

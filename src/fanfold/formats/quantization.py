@@ -76,7 +76,8 @@ def read_quantization(directory: Path, config: ModelConfig) -> Quantization:
         fields = {**stated, **fields}
     if not fields:
         return Quantization(None, lambda module: None)
-    method = _first(fields, METHOD) or default
+    method = _first(fields, METHOD)
+    method = default if method is None else method
     if not isinstance(method, str):
         raise ConfigError(
             f"{where}.quant_method",
