@@ -1,4 +1,8 @@
 """Activations in fp32 (device functions)."""
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
+# (Triton's builtins carry no types.)
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl

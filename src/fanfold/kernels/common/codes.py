@@ -9,32 +9,23 @@ All take the same arguments, so that a kernel is given one of them as a constant
 
 Integer layouts give unsigned int32 codes; float layouts give the numbers.
 """
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
+# (Triton's builtins carry no types.)
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from fanfold.kernels.common.floats import e2m1_to_fp32, e4m3_to_fp16
-
-
-@triton.jit
-def fields(words, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """Fields FIRST, FIRST + STEP, ... (COUNT, a power of two) of words [., W] -> [., W * COUNT], word after word.
-
-    Made by joining halves, since then a thread unpacks the words that it holds.
-    """
-    if COUNT == 1:
-        return (words >> (FIRST * BITS)) & ((1 << BITS) - 1)
-    else:
-        return tl.interleave(
-            fields(words, FIRST, 2 * STEP, COUNT // 2, BITS), fields(words, FIRST + STEP, 2 * STEP, COUNT // 2, BITS)
-        )
+from fanfold.kernels.common.words import awq_fields, fields
 
 
 @triton.jit
 def dense(
-    ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Numbers as they are: any strides."""
     n = n0 + tl.arange(0, BLOCK_N)
     k = k0 + tl.arange(0, BLOCK_K)
@@ -44,9 +35,9 @@ def dense(
 
 @triton.jit
 def words_along_k(
-    ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """int32 words of 2-, 4- or 8-bit codes along K, low bits first (GPTQ, pack-quantized)."""
     PER: tl.constexpr = 32 // BITS
     n = n0 + tl.arange(0, BLOCK_N)
@@ -58,9 +49,9 @@ def words_along_k(
 
 @triton.jit
 def bytes_along_k_of_3_bits(
-    ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """3-bit codes along K: eight of them are three bytes of the stream of words, so none is split.
 
     `ptr` points to bytes, strides count words; byte b of a row is byte b % 4 of word b // 4.
@@ -79,25 +70,22 @@ def bytes_along_k_of_3_bits(
 
 @triton.jit
 def awq_words(
-    ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """int32 words of eight 4-bit codes along N; column j of a word lies in nibble 0, 4, 1, 5, 2, 6, 3, 7."""
     word = n0 // 8 + tl.arange(0, BLOCK_N // 8)
     k = k0 + tl.arange(0, BLOCK_K)
     inside = (word * 8 < N)[:, None] & (k < K)[None, :]
     words = tl.load(ptr + word[:, None] * stride_n + k[None, :] * stride_k, mask=inside, other=0)
-    # In nibble order 0, 4, 1, 5, ...: columns of even n are nibbles 0 to 3, of odd n 4 to 7.
-    even = fields(tl.trans(words), 0, 1, 4, 4)
-    odd = fields(tl.trans(words), 4, 1, 4, 4)
-    return tl.trans(tl.interleave(even, odd))
+    return tl.trans(awq_fields(tl.trans(words)))
 
 
 @triton.jit
 def e2m1_words(
-    ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """E2M1 codes along K, low bits first, read as int32 words (NVFP4, MXFP4) -> fp32."""
     codes = words_along_k(ptr, n0, N, k0, K, stride_n, stride_k, BITS, NATIVE_E4M3, BLOCK_N, BLOCK_K)
     return e2m1_to_fp32(codes)
@@ -105,9 +93,9 @@ def e2m1_words(
 
 @triton.jit
 def e4m3_bytes(
-    ptr, n0, N, k0, K, stride_n, stride_k, BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """E4M3 numbers, given as bytes -> fp16, exact."""
     n = n0 + tl.arange(0, BLOCK_N)
     k = k0 + tl.arange(0, BLOCK_K)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import triton
+from triton import knobs
 
 from fanfold.errors import UnavailableError
 
@@ -18,7 +18,7 @@ def arch_of(device: torch.device) -> int:
     Raises:
         UnavailableError: no kernel runs there.
     """
-    if device.type == "cpu" and triton.knobs.runtime.interpret:
+    if device.type == "cpu" and knobs.runtime.interpret:
         return 0
     if device.type != "cuda" or torch.version.hip is not None:
         raise UnavailableError(

@@ -3,6 +3,10 @@
 A small float with a smaller exponent bias becomes a larger one by moving its fields into place and multiplying by the
 power of two between the biases. Subnormals come out right as well: they are moved onto subnormals.
 """
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
+# (Triton's builtins carry no types.)
+
+from __future__ import annotations
 
 import triton
 import triton.language as tl

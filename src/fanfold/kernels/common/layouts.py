@@ -83,7 +83,7 @@ def run_of(fmt: WeightFormat, k: int) -> int:
 def _dense(weights: ProjectionWeights) -> Layout:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[weights.format.kind]
     weight = _tensor(weights, "weight", (weights.n, weights.k), (dtype,))
-    return Layout(Codes(weight, *weight.stride()), read_codes.dense, weights.format.bits)
+    return Layout(Codes(weight, *_four(weight)), read_codes.dense, weights.format.bits)
 
 
 def _gptq(weights: ProjectionWeights) -> Layout:
@@ -107,7 +107,7 @@ def _packed(weights: ProjectionWeights) -> Layout:
     shape = (-(-n * fmt.bits // 32), fmt.groups(k))
     return _integers(
         weights,
-        Codes(packed, *packed.stride()),
+        Codes(packed, *_four(packed)),
         _scales(weights, scale, transposed=False),
         None if fmt.symmetric else _tensor(weights, "zero_point", shape, (torch.int32,)),
         zeros_transposed=False,
@@ -204,13 +204,13 @@ def _fp8(weights: ProjectionWeights) -> Layout:
     weight = _tensor(weights, "weight", (n, k), (torch.float8_e4m3fn,))
     if (rows, columns) == (-1, -1):
         scale = _tensor(weights, "scale", (), FLOATS)
-        scales = Scales(scale, *scale.stride(), 0, 0, n, k)
+        scales = Scales(scale, scale.stride(0), scale.stride(1), 0, 0, n, k)
     else:
         rows, columns = n if rows == -1 else rows, k if columns == -1 else columns
         scale = _tensor(weights, "scale", (-(-n // rows), -(-k // columns)), FLOATS)
-        scales = Scales(scale, *scale.stride(), rows, columns)
+        scales = Scales(scale, *_four(scale), rows, columns)
     return Layout(
-        Codes(weight.view(torch.uint8), *weight.stride()),
+        Codes(weight.view(torch.uint8), *_four(weight)),
         read_codes.e4m3_bytes,
         8,
         scales=scales,
@@ -233,7 +233,7 @@ _LAYOUTS: Mapping[str, Callable[[ProjectionWeights], Layout]] = {
 def _words_of_nibbles(packed: Tensor) -> Codes:
     """Bytes of two codes along K as int32 words of eight; K is a multiple of 16 in both formats."""
     words = packed.view(torch.int32)
-    return Codes(words, *words.stride())
+    return Codes(words, *_four(words))
 
 
 def _scales(weights: ProjectionWeights, scales: Tensor, transposed: bool) -> Scales:
@@ -252,9 +252,7 @@ def _order(weights: ProjectionWeights) -> Order:
     return Order(g_idx, e, p)
 
 
-def _tensor(
-    weights: ProjectionWeights, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> Tensor:
+def _tensor(weights: ProjectionWeights, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """The tensor [E, P, *shape] of that name.
 
     Raises:
@@ -268,7 +266,7 @@ def _tensor(
             f"{weights.format} weights: {name}",
             found="no such tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch."),
             expected=f"{kinds} {list(expected)}",
-            next_step="Make the projection with fanfold.formats.stack; group size and bits are not inferred from shapes.",
+            next_step="Make the projection with fanfold.formats.stack; sizes are never inferred from shapes.",
         )
     if tensor.numel() and not tensor[0, 0].is_contiguous():
         raise ArgumentError(
@@ -278,3 +276,9 @@ def _tensor(
             next_step="Call .contiguous() on the tensor.",
         )
     return tensor
+
+
+def _four(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Strides of [E, P, ., .]."""
+    e, p, first, second = tensor.stride()
+    return e, p, first, second

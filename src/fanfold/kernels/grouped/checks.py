@@ -16,7 +16,13 @@ LARGEST = 2**31 - 1
 
 
 def check_arguments(
-    op: str, x_name: str, x: Tensor, weights: ProjectionWeights, work: WorkList, sorted_rows: Tensor, config: LaunchConfig
+    op: str,
+    x_name: str,
+    x: Tensor,
+    weights: ProjectionWeights,
+    work: WorkList,
+    sorted_rows: Tensor,
+    config: LaunchConfig,
 ) -> None:
     """Whether the arguments go together.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
@@ -129,7 +128,12 @@ def launch_arguments(
 
     Args:
         op: the operation, for errors.
-        x, weights, work, sorted_rows, config, out: as checked.
+        x: [T, K] or [R, K].
+        weights: the projection.
+        work: tiles.
+        sorted_rows: int32 [R].
+        config: tile sizes.
+        out: [R, ...].
         arch: compute capability; 0 in the interpreter.
         top_k: x's row is the token of the position; None: the position.
         activation: behind the product.
@@ -188,12 +192,17 @@ def launch_arguments(
 
 
 def _launch(
-    weights: ProjectionWeights, work: WorkList, config: LaunchConfig, arguments: dict[str, Any], out: Tensor, halves: int
+    weights: ProjectionWeights,
+    work: WorkList,
+    config: LaunchConfig,
+    arguments: dict[str, Any],
+    out: Tensor,
+    halves: int,
 ) -> Tensor:
     """One launch on the current stream; none where there is nothing to do."""
     if out.shape[0] == 0 or weights.num_experts == 0:
         return out
-    grid = (work.slots.shape[0] * triton.cdiv(weights.n, config.block_n) * halves,)
+    grid = (work.slots.shape[0] * -(-weights.n // config.block_n) * halves,)
     with torch.cuda.device_of(out):
         grouped_product[grid](**arguments)
     return out

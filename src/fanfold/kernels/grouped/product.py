@@ -6,6 +6,12 @@ differs between formats are the functions that read a tile's codes and zero poin
 A program makes BLOCK_N outputs for up to BLOCK_T rows of one expert and sums over K from the first step to the last.
 A row's bits so depend on the config, not on the other rows nor on its place in the tile.
 """
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# (Triton's builtins carry no types.)
+
+from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -57,10 +63,9 @@ def weight_tile(
         if ZEROS is None:
             tile -= ZERO + 8388608.0
         else:
-            n = n0 + tl.arange(0, BLOCK_N)
             run, group = groups_of(order, s, expert, half, k0, K, RUN, BLOCK_K)
             matrix = z.ptr + expert * z.stride_e + half * z.stride_p
-            zero = ZEROS(matrix, n, n < N, group, run < K, z.stride_n, z.stride_g, BITS, V1)
+            zero = ZEROS(matrix, n0, N, group, run < K, z.stride_n, z.stride_g, BITS, V1, BLOCK_N)
             tile -= spread(zero.to(tl.float32) + 8388608.0, BLOCK_N, BLOCK_K)
     if SCALE_AT == "weight":
         scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
@@ -95,7 +100,7 @@ def add_step(
     SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; SCALE_AT "sum" scales the product."""
+    """Sum: acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; "sum" scales the product."""
     if SCALE_AT == "sum":
         scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
         return acc + tl.dot(tile, x, input_precision="ieee") * scale
@@ -129,17 +134,18 @@ def finish(
 
 @triton.jit(do_not_specialize=["slots", "top_k", "alpha", "limit"])
 def grouped_product(
-    x_ptr, y_ptr, w, s, z, order, m_ptr, b_ptr, work_ptr, rows_ptr,
-    slots, N, K, top_k, alpha, limit, stride_x, stride_y,
+    x_ptr: tl.tensor, y_ptr: tl.tensor, w: Any, s: Any, z: Any, order: Any, m_ptr: tl.tensor, b_ptr: tl.tensor,
+    work_ptr: tl.tensor, rows_ptr: tl.tensor, slots: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     HALVES: tl.constexpr, ACTIVATION: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, TOGETHER: tl.constexpr,
     AHEAD: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """One program makes BLOCK_N outputs of a half (or of h) for the rows of one work item.
 
-    Args:
+    Operands and constants:
         x_ptr: [T, K] with GATHER (row of x = token of the position), else [R, K] at sorted positions.
         y_ptr: [R, HALVES * N], [R, N] behind an activation; at sorted positions, with SCATTER at rows.
         w, s, z, order: `common.operands` Codes, Scales, Zeros, Order.
@@ -168,9 +174,9 @@ def grouped_product(
     inside = pid % (TOGETHER * tiles)
     size = tl.minimum(slots - bundle * TOGETHER, TOGETHER)
     slot = bundle * TOGETHER + inside % size
-    tile = inside // size
-    half = (tile // tiles_of_half).to(tl.int64)  # 0 for GATED, which makes both
-    n0 = (tile % tiles_of_half) * BLOCK_N
+    place = inside // size
+    half = (place // tiles_of_half).to(tl.int64)  # 0 for GATED, which makes both
+    n0 = (place % tiles_of_half) * BLOCK_N
     expert = tl.load(work_ptr + slot * 4).to(tl.int64)
     if expert < 0:
         return
@@ -213,9 +219,7 @@ def grouped_product(
                 CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
             )  # fmt: skip
 
-    y = finish(
-        acc, s, m_ptr, b_ptr, expert, half, n0, N, HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype
-    )
+    y = finish(acc, s, m_ptr, b_ptr, expert, half, n0, N, HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype)
     column = n0 + tl.arange(0, BLOCK_N)
     if GATED:
         up = finish(
