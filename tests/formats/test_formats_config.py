@@ -134,3 +134,4 @@ def test_limits_that_clamp_nothing(limit: Any):
 def test_families(model_type: str, transposed: bool, interleaved: bool, gated: bool):
     found = config(model_type=model_type)
     assert (found.transposed, found.interleaved, found.gated) == (transposed, interleaved, gated)
+    assert found.either_order == (model_type == "qwen3_vl_moe_text")

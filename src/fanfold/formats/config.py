@@ -12,8 +12,10 @@ from fanfold.spec.activation import Activation
 
 # Field names met for the number of experts, in this order.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Families whose fused expert weights are stored (E, inputs, outputs); all others store (E, outputs, inputs).
+# Families whose fused expert weights are (E, inputs, outputs); those of all others are (E, outputs, inputs).
 TRANSPOSED = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"})
+# Families met in either order: their first checkpoints are transposed, transformers 5 saves them as it holds them.
+EITHER_ORDER = frozenset({"qwen3_vl_moe", "qwen3_vl_moe_text"})
 # Families whose fused rows alternate g0, u0, g1, u1, ...; all others store gate above up.
 INTERLEAVED = frozenset({"gpt_oss"})
 # Families whose experts have no gate projection.
@@ -99,8 +101,13 @@ class ModelConfig:
 
     @property
     def transposed(self) -> bool:
-        """Whether fused weights are (E, inputs, outputs)."""
+        """Whether the family's fused weights are (E, inputs, outputs)."""
         return self.model_type in TRANSPOSED
+
+    @property
+    def either_order(self) -> bool:
+        """Whether files may have fused weights in either order, as their shapes against H tell."""
+        return self.model_type in EITHER_ORDER
 
     @property
     def interleaved(self) -> bool:

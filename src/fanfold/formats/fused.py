@@ -115,9 +115,10 @@ def find_fused(
     fmt = _format(files, scheme, config, tensors, projection, infos)
     fields = {field: suffixes[suffix] for suffix, field in LAYOUTS.get(fmt.kind, DENSE_FIELDS).items()}
     codes = files.infos[fields["packed" if fmt.kind == "mxfp4" else "weight"]]
-    info = _info(files, config, projection, fmt, codes, suffixes)
+    transposed = fmt.dense and _transposed(files, config, projection, codes, suffixes)
+    info = _info(files, config, projection, fmt, codes, suffixes, transposed)
     one_half = {
-        field: TensorInfo(files.infos[name].dtype, _half_shape(files, name, info, config), files.path, 0)
+        field: TensorInfo(files.infos[name].dtype, _half_shape(files, name, info, transposed), files.path, 0)
         for field, name in fields.items()
     }
     where = f"{files.path}: {tensors.container}.{projection}, one half of one expert"
@@ -125,7 +126,7 @@ def find_fused(
     bias = suffixes.get("bias")
     if bias is not None:
         check_bias(files, bias, (info.num_experts, info.halves * info.n))
-    return FusedExperts(info, fields, bias, fmt.dense and config.transposed, config.interleaved)
+    return FusedExperts(info, fields, bias, transposed, config.interleaved)
 
 
 def _format(
@@ -159,6 +160,27 @@ def _format(
     return fmt
 
 
+def _transposed(
+    files: CheckpointFiles, config: ModelConfig, projection: str, weight: TensorInfo, suffixes: Mapping[str, str]
+) -> bool:
+    """Whether a dense weight is stored (E, inputs, outputs).
+
+    Raises:
+        TensorError: the family is met in either order, and H does not tell which one this is.
+    """
+    if not config.either_order:
+        return config.transposed
+    hidden = [axis for axis in (1, 2) if len(weight.shape) == 3 and weight.shape[axis] == config.hidden_size]
+    if len(hidden) != 1:
+        raise TensorError(
+            f"{files.path}: {next(iter(suffixes.values()))}",
+            found=f"shape {list(weight.shape)}",
+            expected=f"H = {config.hidden_size} on one of the last two axes and not on the other",
+            next_step="Experts of this family are met in either order; save the checkpoint with one tensor an expert.",
+        )
+    return hidden == [1] if projection != "down" else hidden == [2]
+
+
 def _info(
     files: CheckpointFiles,
     config: ModelConfig,
@@ -166,6 +188,7 @@ def _info(
     fmt: WeightFormat,
     codes: TensorInfo,
     suffixes: Mapping[str, str],
+    transposed: bool,
 ) -> ProjectionInfo:
     """Sizes, from the tensor that holds the codes."""
     name = f"{files.path}: {next(iter(suffixes.values()))}"
@@ -183,7 +206,7 @@ def _info(
             next_step="config.json and the weights are of different checkpoints: fetch both again.",
         )
     experts, rows, columns = shape
-    if fmt.dense and config.transposed:
+    if transposed:
         rows, columns = columns, rows
     hidden = columns if projection != "down" else rows
     if config.hidden_size not in (None, hidden):
@@ -191,7 +214,7 @@ def _info(
             name,
             found=f"shape {list(codes.shape)}, so H = {hidden}",
             expected=f"H = {config.hidden_size}, stored "
-            + ("(E, inputs, outputs)" if fmt.dense and config.transposed else "(E, outputs, inputs)"),
+            + ("(E, inputs, outputs)" if transposed else "(E, outputs, inputs)"),
             next_step="Another storage order is never guessed from shapes; check model_type and hidden_size.",
         )
     halves = 2 if projection == "gate_up" else 1
@@ -205,7 +228,7 @@ def _info(
     return ProjectionInfo(fmt, experts, halves, rows // halves, columns)
 
 
-def _half_shape(files: CheckpointFiles, name: str, info: ProjectionInfo, config: ModelConfig) -> tuple[int, ...]:
+def _half_shape(files: CheckpointFiles, name: str, info: ProjectionInfo, transposed: bool) -> tuple[int, ...]:
     """The shape of one half of one expert, for a check against the format.
 
     Raises:
@@ -222,7 +245,7 @@ def _half_shape(files: CheckpointFiles, name: str, info: ProjectionInfo, config:
     shape = shape[1:]
     if len(shape) == 3:
         shape = (shape[0], shape[1] * shape[2])
-    if len(shape) == 2 and info.format.dense and config.transposed:
+    if len(shape) == 2 and transposed:
         shape = (shape[1], shape[0])
     if len(shape) != 2:
         return shape
