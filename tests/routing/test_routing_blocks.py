@@ -28,10 +28,10 @@ def test_reference_by_hand() -> None:
     assert blocks.experts.tolist() == [0, 2, -1]
     assert blocks.padded_total.tolist() == [4]
     assert reference(ids, 3, 2, packed=True).entries.tolist() == [0, 1, 2, 4, 4, 4]
-    ids = torch.tensor([[1], [1], [1], [5]])  # block 2 is past the last
+    ids = torch.tensor([[1], [1], [1], [5]])  # four blocks at most, two of them past the last
     blocks = reference(ids, 4, 2)
-    assert blocks.entries.tolist() == [0, 1, 2, 4, 4, 4]
-    assert blocks.experts.tolist() == [1, 1, -1]
+    assert blocks.entries.tolist() == [0, 1, 2, 4, 4, 4, 4, 4]
+    assert blocks.experts.tolist() == [1, 1, -1, -1]
     assert blocks.padded_total.tolist() == [4]
 
 

@@ -50,12 +50,9 @@ def check(ids: Tensor, experts: int, tile: int, one_launch: bool | None = None) 
         (9, 3, 70, 1),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_random_ids(
-    tokens: int, top_k: int, experts: int, tile: int, one_launch: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_random_ids(tokens: int, top_k: int, experts: int, tile: int, one_launch: bool, device: str) -> None:
     torch.manual_seed(0)
-    ids = torch.randint(-2, experts + 2, (tokens, top_k), dtype=dtype, device=device)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), dtype=torch.int32, device=device)
     check(ids, experts, tile, one_launch)
 
 
@@ -163,7 +160,7 @@ def test_one_launch_compiles(rows: int, arch: str) -> None:
 
 
 @ALL_ARCHS
-@pytest.mark.parametrize(("rows", "experts"), [(20000, 128), (131072, 512), (2**20, 8), (2**20, 4096)])
+@pytest.mark.parametrize(("rows", "experts"), [(20000, 128), (131072, 512), (2**20, 4096)])
 def test_two_launches_compile(rows: int, experts: int, arch: str) -> None:
     from fanfold.routing.plan import COUNT_BLOCK, count_kernel, place_block, place_kernel, plan_chunk
 

@@ -105,7 +105,7 @@ def test_d13_a_bias_moves_ids_and_never_weights(device: str) -> None:
     bias[5] = 100.0
     ids, weights = route(logits, Router(1, "sigmoid"), bias)
     assert ids.flatten().tolist() == [5] * 4
-    torch.testing.assert_close(weights[:, 0], logits[:, 5].sigmoid(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights[:, 0], logits[:, 5].sigmoid(), rtol=2e-6, atol=0)
 
 
 def test_d10_no_tokens(device: str) -> None:

@@ -128,4 +128,4 @@ def plan_blocks(topk_ids: Tensor, num_experts: int, block_rows: int, packed: boo
 
 
 def _no_nan(values: Tensor) -> Tensor:
-    return values.masked_fill(values.isnan(), -torch.inf)
+    return values.masked_fill(values.isnan(), -torch.inf) + 0.0  # and -0 becomes 0: some sorts tell them apart
