@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fanfold.errors import ArgumentError
 from fanfold.layers.backward import without_backward
-from fanfold.layers.reference import layer as reference_layer
+from fanfold.layers.reference import layer
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
 from fanfold.select import choose
@@ -20,8 +20,6 @@ from fanfold.spec.lora import LoraPair
 from fanfold.spec.shape import ExpertShape
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
-# The reference reads sizes on the host, step by step, so torch.compile calls it as it is.
-eager_layer = cast("Callable[..., Tensor]", torch.compiler.disable(reference_layer))
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -111,11 +109,8 @@ class Experts(nn.Module):
             InferenceOnlyError: on backward through the result.
         """
         self._check(hidden, topk_ids, topk_weights, adapter_ids)
-        if adapter_ids is None:
-            rows = self.adapter_rows.ids(hidden.shape[0])
-            adapter_ids = None if rows is None else rows.to(hidden.device)
         with torch.no_grad():
-            out = eager_layer(hidden, topk_ids, topk_weights, self.weights, self.activation, self.pairs, adapter_ids)
+            out = run_eagerly(self, hidden, topk_ids, topk_weights, adapter_ids)
         return without_backward(out, hidden, topk_weights)
 
     def extra_repr(self) -> str:
@@ -161,6 +156,20 @@ class Experts(nn.Module):
                     expected=f"{' or '.join(map(_short, dtypes))} {list(shape)} on {self.device}",
                     next_step="Pass hidden [T, H], topk_ids and topk_weights [T, k], adapter_ids [T].",
                 )
+
+
+def _run(
+    experts: Experts, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None
+) -> Tensor:
+    if adapter_ids is None:
+        rows = experts.adapter_rows.ids(hidden.shape[0])
+        adapter_ids = None if rows is None else rows.to(hidden.device)
+    return layer(hidden, topk_ids, topk_weights, experts.weights, experts.activation, experts.pairs, adapter_ids)
+
+
+# The reference reads sizes on the host, step by step, and the rows' adapters change from call to call: torch.compile
+# calls both as they are, instead of compiling them anew for every list of adapters.
+run_eagerly = cast("Callable[..., Tensor]", torch.compiler.disable(_run))
 
 
 def arch_of(device: torch.device) -> str:

@@ -77,15 +77,23 @@ class Linear:
 
     def fold(self, x: Tensor, y: Tensor) -> Tensor:
         """The output with each row's adapter folded in: x [..., in_features], y [..., out_features]."""
-        ids = self.rows.ids_for(x.shape)
-        if ids is None:
-            return y
-        with torch.no_grad():
-            ids = ids.to(y.device)
-            out = y.detach().reshape(-1, self.out_features).clone()
-            experts = torch.zeros_like(ids)
-            lora_fold(out, x.detach().reshape(-1, self.in_features).to(out.dtype), self.pairs, ids, experts)
-        return without_backward(out.view_as(y), x, y)
+        return fold_eagerly(self, x, y)
+
+
+def _fold(site: Linear, x: Tensor, y: Tensor) -> Tensor:
+    ids = site.rows.ids_for(x.shape)
+    if ids is None:
+        return y
+    with torch.no_grad():
+        ids = ids.to(y.device)
+        out = y.detach().reshape(-1, site.out_features).clone()
+        experts = torch.zeros_like(ids)
+        lora_fold(out, x.detach().reshape(-1, site.in_features).to(out.dtype), site.pairs, ids, experts)
+    return without_backward(out.view_as(y), x, y)
+
+
+# As with the experts: torch.compile calls it as it is, instead of compiling it anew for every list of adapters.
+fold_eagerly = cast("Callable[..., Tensor]", torch.compiler.disable(_fold))
 
 
 class Router(Linear):
@@ -114,7 +122,7 @@ class Router(Linear):
         def detach() -> None:
             del self.module.forward
 
-        self.module.forward = watched
+        self.module.forward = torch.compiler.disable(watched)  # a graph can't be broken inside a mode
         return detach
 
 

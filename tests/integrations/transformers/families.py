@@ -1,4 +1,4 @@
-"""Tiny random models of every family that runs, made by transformers itself."""
+"""Tiny random models of every family that runs, made by transformers itself, and adapters made by PEFT."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+import fanfold
 from samples import logits
 
+# What PEFT itself warns of while it wraps a model.
+PEFT_WARNS = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True.*:UserWarning"),
+]
 VOCABULARY = 97
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -234,3 +244,22 @@ def edit_config(path: Path, **changes: Any) -> None:
     file = path / "config.json"
     fields = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+
+
+def with_peft(
+    family: str, folder: Path, modules: list[str], parameters: list[str], **changes: Any
+) -> tuple[Any, Tensor]:
+    """Our model with an adapter "it" that PEFT made, and PEFT's logits of `inputs(3)`."""
+    theirs = make(family, **changes)
+    theirs.save_pretrained(folder / "base")
+    config = LoraConfig(r=4, lora_alpha=10, target_modules=modules, target_parameters=parameters, lora_dropout=0.0)
+    adapted = get_peft_model(theirs, config)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    adapted.eval().save_pretrained(folder / "adapter")
+    expected = logits(adapted, inputs(3))
+    model = fanfold.load_model(folder / "base", dtype=torch.float32)
+    model.adapters.load("it", folder / "adapter")
+    return model, expected

@@ -7,23 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import inputs, make
-from peft import LoraConfig, get_peft_model
+from families import PEFT_WARNS, inputs, with_peft
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import fanfold
 from fanfold import AdapterPool
 from fanfold.errors import AdapterMismatchError, ArgumentError, TensorError, UnknownAdapterError
 from samples import GOLDEN, logits, reference, relative_error, sample
 
-# What PEFT itself warns of while it wraps a model.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*save_embedding_layers.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings=True.*:UserWarning"),
-]
+pytestmark = PEFT_WARNS
 BASE_OF = {
     "qwen3moe": "base_qwen3moe_tiny_bf16",
     "mixtral": "base_mixtral_tiny_bf16",
@@ -216,25 +208,6 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "qwen3_next": (["in_proj_qkvz", "out_proj", "q_proj", *MLP["shared_expert"]], ["mlp.gate.weight"]),
     "nemotron_h": (["in_proj", "q_proj", "up_proj", "down_proj"], ["gate.weight"]),
 }
-
-
-def with_peft(
-    family: str, folder: Path, modules: list[str], parameters: list[str], **changes: Any
-) -> tuple[Any, Tensor]:
-    """Our model with an adapter "it" that PEFT made, and PEFT's logits of `inputs(3)`."""
-    theirs = make(family, **changes)
-    theirs.save_pretrained(folder / "base")
-    config = LoraConfig(r=4, lora_alpha=10, target_modules=modules, target_parameters=parameters, lora_dropout=0.0)
-    adapted = get_peft_model(theirs, config)
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    adapted.eval().save_pretrained(folder / "adapter")
-    expected = logits(adapted, inputs(3))
-    model = fanfold.load_model(folder / "base", dtype=torch.float32)
-    model.adapters.load("it", folder / "adapter")
-    return model, expected
 
 
 @pytest.mark.parametrize("with_experts", [True, False], ids=["with experts", "without experts"])

@@ -69,7 +69,9 @@ def _note_rows(rows: Rows) -> Callable[..., None]:
         if isinstance(inputs, Tensor):
             rows.begin(inputs.shape[0], inputs.shape[1])
 
-    return hook
+    return cast(
+        "Callable[..., None]", torch.compiler.disable(hook)
+    )  # the batch's size is data, not a reason to compile
 
 
 def _expanding(generate: Callable[..., Any], rows: Rows) -> Callable[..., Any]:
