@@ -147,10 +147,12 @@ MADE = dict.fromkeys(["entries_ptr", "experts_ptr", "total_ptr"], "*i32") | {"li
 @ALL_ARCHS
 @pytest.mark.parametrize("experts", [128, 512, 4096])
 def test_compiles(experts: int, arch: str) -> None:
-    from fanfold.routing.blocks import FEW_ROWS, blocks_kernel, few_blocks_kernel
+    from fanfold.routing.blocks import FEW_ROWS, blocks_kernel, few_blocks_kernel, few_warps
 
     sizes = {"BLOCK_E": experts, "BLOCK_M": 64, "PACKED": False}
     types = {"ids_ptr": "*i64", **MADE}
-    check_fits(compile_kernel(few_blocks_kernel, types, {"BLOCK_R": FEW_ROWS, **sizes}, arch, 8), arch)
+    for block_r in (128, FEW_ROWS):
+        constants = {"BLOCK_R": block_r, **sizes}
+        check_fits(compile_kernel(few_blocks_kernel, types, constants, arch, few_warps(block_r)), arch)
     types = {"offsets_ptr": "*i32", "sorted_ptr": "*i32", **MADE}
     check_fits(compile_kernel(blocks_kernel, types, sizes, arch, 4), arch)

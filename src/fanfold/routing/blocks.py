@@ -148,6 +148,7 @@ def plan_blocks(topk_ids: Tensor, num_experts: int, block_rows: int, packed: boo
     grid = (max(blocks, 1),)  # a plan without blocks still has a total
     block_e = max(32, power_of_two(num_experts))
     if rows <= FEW_ROWS:
+        block_r = max(128, power_of_two(rows))
         few_blocks_kernel[grid](
             topk_ids.contiguous(),
             entries,
@@ -156,11 +157,11 @@ def plan_blocks(topk_ids: Tensor, num_experts: int, block_rows: int, packed: boo
             blocks,
             rows,
             num_experts,
-            BLOCK_R=max(128, power_of_two(rows)),
+            BLOCK_R=block_r,
             BLOCK_E=block_e,
             BLOCK_M=block_rows,
             PACKED=packed,
-            num_warps=8,
+            num_warps=few_warps(block_r),
         )
     else:
         route, _ = plan_sort(topk_ids, num_experts, block_rows)
@@ -179,3 +180,8 @@ def plan_blocks(topk_ids: Tensor, num_experts: int, block_rows: int, packed: boo
             num_warps=4,
         )
     return Blocks(entries, experts, padded_total, block_rows, packed)
+
+
+def few_warps(block_r: int) -> int:
+    """Warps of the one launch: no more threads than rows, so that the histogram sees each row in one thread."""
+    return min(8, block_r // 32)
