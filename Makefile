@@ -26,8 +26,9 @@ help:
 	@echo "make gpu-test  tests marked gpu, with the Python that has your CUDA torch (PYTHON=$(PYTHON))"
 	@echo "make clean     remove .venv and caches"
 
+# One thread: the model is so small that others would only wait for each other.
 demo: $(STAMP)
-	@$(BIN)/fanfold demo
+	@OMP_NUM_THREADS=1 $(BIN)/fanfold demo
 
 test: lint
 	@echo "tests (two workers) ..."

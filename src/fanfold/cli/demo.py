@@ -87,8 +87,9 @@ def print_batch(title: str, batch: Batch) -> None:
     table.add_column("continuation", overflow="fold", ratio=1)
     table.add_column("tokens/s", justify="right", no_wrap=True)
     for index, row in enumerate(batch.rows):
-        rate = f"{batch.tokens_per_second(index):.0f}"
-        table.add_row(str(index), row.prompt.adapter or BASE, row.prompt.text, one_line(row.text), rate)
+        rate = batch.tokens_per_second(index)
+        shown = f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+        table.add_row(str(index), row.prompt.adapter or BASE, row.prompt.text, one_line(row.text), shown)
     out.print(table)
 
 
