@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from fanfold.errors import ConfigError, TensorError
+from fanfold.errors import ConfigError, FanfoldError, TensorError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.matrix import BESIDE
 from fanfold.formats.names import expert_name
@@ -23,25 +23,42 @@ from fanfold.integrations.transformers.places import (
     layer_number,
     no_places,
 )
-from fanfold.integrations.transformers.quantizer import METHOD, EmptyPlace, modules_of, register
+from fanfold.integrations.transformers.quantizer import (
+    METHOD,
+    EmptyPlace,
+    FanfoldQuantizer,
+    modules_of,
+    register,
+    shapes_of,
+)
 from fanfold.load import build_experts, checked_device, compute_dtype, open_checkpoint
 
 Progress = Callable[[int, int, str], None]
 
 
 class LazyWeight:
-    """A tensor of the checkpoint that is read, and dequantised where it is packed, when transformers takes it."""
+    """A tensor of the checkpoint that is read, and dequantised where it is packed, when transformers takes it.
 
-    def __init__(self, checkpoint: Checkpoint, name: str, packed: str | None, dtype: torch.dtype) -> None:
+    What goes wrong then is noted in `failures`: transformers reports it in words of its own.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, name: str, packed: str | None, dtype: torch.dtype, failures: list[FanfoldError]
+    ) -> None:
         self._checkpoint = checkpoint
         self._name = name
         self._packed = packed
         self._dtype = dtype
+        self._failures = failures
 
     def __getitem__(self, _: object) -> Tensor:
-        if self._packed is not None:
-            return self._checkpoint.read_linear(self._packed, self._dtype)
-        return self._checkpoint.files.read(self._name)
+        try:
+            if self._packed is not None:
+                return self._checkpoint.read_linear(self._packed, self._dtype)
+            return self._checkpoint.files.read(self._name)
+        except FanfoldError as error:
+            self._failures.append(error)
+            raise
 
     def get_shape(self) -> list[int]:
         """As a safetensors slice has it."""
@@ -112,22 +129,31 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     Raises:
         ConfigError: transformers can't make a model of this config.
         TensorError: weights are missing, left over, or of the wrong shape.
+        CorruptFileError: a file changed while it was read.
     """
     register()
+    failures: list[FanfoldError] = []
     state: dict[str, Any] = {
-        name: LazyWeight(checkpoint, name, None, dtype)
+        name: LazyWeight(checkpoint, name, None, dtype, failures)
         for name in checkpoint.plain
         if name.rpartition(".")[2] not in BESIDE or name.endswith(".bias")
     }
     for module in checkpoint.packed:
-        state[f"{module}.weight"] = LazyWeight(checkpoint, module, module, dtype)
+        state[f"{module}.weight"] = LazyWeight(checkpoint, module, module, dtype, failures)
     config = _config(checkpoint)
     model_class = _model_class(checkpoint, config)
     try:
         loaded = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused by name below
         )
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # transformers raises many unlike classes, Exception among them
+        if failures:
+            raise failures[0] from error
         raise TensorError(
             str(checkpoint.path),
             found=f"{type(error).__name__} from transformers: {error}",
@@ -138,8 +164,13 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     experts = sorted(name for name in report.get("missing_keys") or () if expert_name(name) is not None)
     if experts:
         raise no_places(checkpoint, model_class.__name__, f"experts such as {experts[0]} outside that interface")
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        names = sorted(map(str, report.get(what) or ()))
+    wrong = {
+        what: [str(entry) for entry in report.get(what) or ()]
+        for what in ("missing_keys", "unexpected_keys", "error_msgs")
+    }
+    wrong["mismatched_keys"] = _mismatched(model, report)
+    for what, names in wrong.items():
+        names.sort()
         if names:
             raise TensorError(
                 str(checkpoint.path),
@@ -150,6 +181,18 @@ def _without_experts(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             )
     _generation_config(checkpoint, model)
     return model
+
+
+def _mismatched(model: PreTrainedModel, report: Mapping[str, Any]) -> list[str]:
+    """Names and shapes of weights of another shape than the model's class has made.
+
+    transformers 5.17 takes such weights where it has a quantizer; later ones report them.
+    """
+    made = cast("FanfoldQuantizer", model.hf_quantizer).shapes
+    taken = [(name, shape, made[name]) for name, shape in shapes_of(model).items() if shape != made.get(name, shape)]
+    return [
+        f"{name} {list(found)} instead of {list(here)}" for name, found, here in (*report["mismatched_keys"], *taken)
+    ]
 
 
 def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -168,8 +211,10 @@ def _model_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTr
 
 def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
     try:
-        config = cast("Any", AutoConfig).from_pretrained(str(checkpoint.path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        config = cast("Any", AutoConfig).from_pretrained(
+            str(checkpoint.path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers and huggingface_hub raise many unlike classes, Exception among them
         raise ConfigError(
             checkpoint.config.path,
             found=f"{type(error).__name__} from transformers: {error}",
@@ -185,7 +230,17 @@ def _config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     """generation_config.json, which from_pretrained reads only from a path."""
-    if (checkpoint.path / "generation_config.json").exists():
+    file = checkpoint.path / "generation_config.json"
+    if not file.exists():
+        return
+    try:
         model.generation_config = transformers.GenerationConfig.from_pretrained(
             str(checkpoint.path), local_files_only=True
         )
+    except Exception as error:  # transformers raises many unlike classes
+        raise ConfigError(
+            str(file),
+            found=f"{type(error).__name__} from transformers: {error}",
+            expected=f"a generation config that transformers {transformers.__version__} reads",
+            next_step="Correct the file, or remove it to generate with the defaults.",
+        ) from error

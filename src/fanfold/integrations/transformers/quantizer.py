@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import (
@@ -34,6 +35,12 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(cast("Any", model).named_modules())
 
 
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape of every parameter and buffer."""
+    host = cast("Any", model)
+    return {name: tensor.shape for name, tensor in (*host.named_parameters(), *host.named_buffers())}
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is transformers' class of stacked experts."""
     return hasattr(module, "num_experts") and hasattr(module, "down_proj") and hasattr(module, "is_transposed")
@@ -47,16 +54,22 @@ class FanfoldConfig(QuantizationConfigMixin):
 
 
 class FanfoldQuantizer(HfQuantizer):
-    """Replaces every experts module by an EmptyPlace before weights are loaded."""
+    """Replaces every experts module by an EmptyPlace before weights are loaded.
+
+    Attributes:
+        shapes: of every other parameter and buffer, as the model's class has made it.
+    """
 
     def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: Any) -> None:
         # What transformers is given is plain: it casts every tensor as for any model, and one by one.
         super().__init__(quantization_config, **{**kwargs, "pre_quantized": False})
+        self.shapes: dict[str, torch.Size] = {}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         for path, module in modules_of(model):
             if is_experts(module):
                 model.set_submodule(path, EmptyPlace(module))
+        self.shapes = shapes_of(model)
         return model
 
     # transformers leaves the results of these two unannotated, which reads as None.
