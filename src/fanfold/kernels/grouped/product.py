@@ -11,8 +11,6 @@ A row's bits so depend on the config, not on the other rows nor on its place in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -134,7 +132,7 @@ def finish(
 
 @triton.jit(do_not_specialize=["slots", "top_k", "alpha", "limit"])
 def grouped_product(
-    x_ptr: tl.tensor, y_ptr: tl.tensor, w: Any, s: Any, z: Any, order: Any, m_ptr: tl.tensor, b_ptr: tl.tensor,
+    x_ptr: tl.tensor, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple, m_ptr: tl.tensor, b_ptr: tl.tensor,
     work_ptr: tl.tensor, rows_ptr: tl.tensor, slots: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor,
     alpha: tl.tensor, limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
