@@ -72,9 +72,24 @@ def test_b12_actorder_null_needs_no_g_idx():
         ("pack-quantized", {**INT4, "group_size": None}, ConfigError, "weights.group_size: found None"),
         ("pack-quantized", {**INT4, "strategy": "tensor"}, UnsupportedError, "weights.strategy: found 'tensor'"),
         ("pack-quantized", {**INT4, "strategy": None}, ConfigError, "weights.strategy: found None"),
-        ("pack-quantized", {**INT4, "type": "float"}, UnsupportedError, "pack-quantized with weights of type float"),
-        ("int-quantized", {**INT4, "num_bits": 8}, UnsupportedError, "found int-quantized with weights of type int, 8"),
-        ("float-quantized", {**FP8, "num_bits": 6}, UnsupportedError, "float-quantized with weights of type float, 6"),
+        (
+            "pack-quantized",
+            {**INT4, "type": "float"},
+            UnsupportedError,
+            "'pack-quantized' with weights of type 'float'",
+        ),
+        (
+            "int-quantized",
+            {**INT4, "num_bits": 8},
+            UnsupportedError,
+            "found 'int-quantized' with weights of type 'int', 8",
+        ),
+        (
+            "float-quantized",
+            {**FP8, "num_bits": 6},
+            UnsupportedError,
+            "'float-quantized' with weights of type 'float', 6",
+        ),
         ("float-quantized", {**FP8, "strategy": "group"}, UnsupportedError, "weights.strategy: found 'group'"),
         ("float-quantized", {**FP8, "strategy": "block"}, ConfigError, "weights.block_structure: found None"),
         (
@@ -84,8 +99,8 @@ def test_b12_actorder_null_needs_no_g_idx():
             "weights.group_size: found 32; expected 16",
         ),
         ("mxfp4-pack-quantized", FP4, UnsupportedError, "weights.group_size: found 16; expected 32"),
-        ("nvfp4-pack-quantized", INT4, UnsupportedError, "found nvfp4-pack-quantized with weights of type int"),
-        ("marlin-24", INT4, UnsupportedError, "found marlin-24 with weights of type int, 4 bits"),
+        ("nvfp4-pack-quantized", INT4, UnsupportedError, "found 'nvfp4-pack-quantized' with weights of type 'int'"),
+        ("marlin-24", INT4, UnsupportedError, "found 'marlin-24' with weights of type 'int', 4 bits"),
     ],
 )
 def test_formats_refused(layout: str, weights: dict[str, Any], kind: type[FanfoldError], text: str):

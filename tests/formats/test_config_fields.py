@@ -116,3 +116,11 @@ def test_patterns_that_are_none(pattern: str):
 
 def test_patterns_that_later_pythons_may_read_otherwise_do_not_warn():
     assert fields().pattern("ignore", "[[a]").match("[")
+
+
+@pytest.mark.parametrize("key", ["\ud800", "\x1b[2J", "x" * 3000])
+def test_keys_that_can_not_be_printed_are_shown_escaped(key: str):
+    text = refusal(lambda: fields(**{key: {"a": 1}}).object(key).object("a"))
+    assert text.isprintable()
+    assert len(text) < 500
+    assert refusal(lambda: fields().pattern(key, f"(?<{key}")).isprintable()

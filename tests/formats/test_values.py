@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from fanfold.formats.values import DEEPEST, shown, too_deep
+from fanfold.formats.values import DEEPEST, key_shown, shown, sound_name, too_deep
 
 
 def nested(levels: int) -> Any:
@@ -31,3 +31,15 @@ def test_depth():
     assert too_deep(nested(DEEPEST))
     assert too_deep(nested(100_000))
     assert not too_deep("text")
+
+
+@pytest.mark.parametrize(("key", "text"), [("config groups", "config groups"), ("a\nb", r"'a\nb'"), ("", "''")])
+def test_keys(key: str, text: str):
+    assert key_shown(key) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "sound"), [("model.layers.0", True), ("\u0416", True), ("", False), ("\ud800", False), ("x" * 501, False)]
+)
+def test_names(name: str, sound: bool):
+    assert sound_name(name) is sound

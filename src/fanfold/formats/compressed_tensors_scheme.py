@@ -11,6 +11,7 @@ import re
 from fanfold.errors import UnsupportedError
 from fanfold.formats.config_fields import Fields
 from fanfold.formats.schemes import Scheme
+from fanfold.formats.values import shown
 from fanfold.spec.weight_format import WeightFormat
 
 CLASS = "Linear"  # the class of every module that holds a matrix
@@ -93,7 +94,7 @@ def _format(group: Fields, layout: str) -> WeightFormat | None:
         return WeightFormat("fp8", 8, block=(-1, -1) if strategy == "tensor" else (1, -1))
     raise UnsupportedError(
         f"{group.where}.format",
-        found=f"{layout} with weights of type {kind}, {bits} bits",
+        found=f"{shown(layout)} with weights of type {shown(kind)}, {shown(bits)} bits",
         expected="pack-quantized (int), nvfp4-pack-quantized, mxfp4-pack-quantized, or float-quantized with 8 bits",
         next_step="Requantise the model to one of the formats in fanfold's README.",
     )

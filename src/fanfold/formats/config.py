@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fanfold.errors import ConfigError, UnsupportedError
-from fanfold.formats.values import shown
+from fanfold.formats.values import shown, sound_name
 from fanfold.spec.activation import Activation
 
 # Field names met for the number of experts, in this order.
@@ -66,7 +66,7 @@ class ModelConfig:
         fields = _object(path, config, "text_config") or config
         quantization = _object(path, config, "quantization_config") or _object(path, fields, "quantization_config")
         stated = fields.get("model_type") or config.get("model_type") or ""
-        return cls(path, fields, quantization, stated if isinstance(stated, str) else "")
+        return cls(path, fields, quantization, stated if isinstance(stated, str) and sound_name(stated) else "")
 
     @property
     def hidden_size(self) -> int | None:
@@ -134,7 +134,7 @@ class ModelConfig:
             return Activation("relu2")
         if self.model_type in OTHER_GATES or self.model_type in UNGATED or name not in ACTIVATIONS:
             raise UnsupportedError(
-                f"{self.path}: activation of {shown(self.model_type) if self.model_type else 'this model'}",
+                f"{self.path}: activation of {self.model_type or 'this model'}",
                 found=shown(stated),
                 expected=f"{', '.join(ACTIVATIONS)}, gpt-oss's clamped SwiGLU or Nemotron-H's relu2",
                 next_step="Experts with this activation are not run yet.",

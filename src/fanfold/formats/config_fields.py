@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fanfold.errors import ConfigError, UnsupportedError
-from fanfold.formats.values import shown
+from fanfold.formats.values import key_shown, shown
 from fanfold.spec.weight_format import INTEGER_BITS, Kind
 
 LARGEST = 2**31 - 1  # of a group or block; far above any matrix
@@ -89,7 +89,7 @@ class Fields:
         value = self.values.get(name)
         if not isinstance(value, dict):
             raise self.error(name, "an object")
-        return Fields(f"{self.where}.{name}", cast(dict[str, Any], value))
+        return Fields(self._at(name), cast(dict[str, Any], value))
 
     def pattern(self, field: str, text: str) -> re.Pattern[str]:
         """A regular expression that stands in `field`."""
@@ -99,8 +99,8 @@ class Fields:
                 return re.compile(text)
         except (re.error, ValueError, RecursionError, OverflowError) as error:
             raise ConfigError(
-                f"{self.where}.{field}",
-                found=f"{shown(text)} ({error})",
+                self._at(field),
+                found=f"{shown(text)} ({shown(str(error))})",
                 expected="a regular expression",
                 next_step="Correct the quantization config, or fetch it again.",
             ) from error
@@ -108,7 +108,7 @@ class Fields:
     def error(self, name: str, expected: str) -> ConfigError:
         """What to raise for a field that is not what it should be."""
         return ConfigError(
-            f"{self.where}.{name}",
+            self._at(name),
             found=shown(self.values.get(name)),
             expected=expected,
             next_step="Correct the quantization config, or fetch it again.",
@@ -117,8 +117,11 @@ class Fields:
     def unsupported(self, name: str, expected: str) -> UnsupportedError:
         """What to raise for a field that means something fanfold does not run."""
         return UnsupportedError(
-            f"{self.where}.{name}",
+            self._at(name),
             found=shown(self.values.get(name)),
             expected=expected,
             next_step="Requantise the model to one of the formats in fanfold's README.",
         )
+
+    def _at(self, name: str) -> str:
+        return f"{self.where}.{key_shown(name)}"

@@ -20,8 +20,13 @@ def shown(value: object) -> str:
     return _printer.repr(value)
 
 
+def key_shown(key: str) -> str:
+    """A key of a file's object, as it is where it can be printed."""
+    return key if sound_name(key) else shown(key)
+
+
 def sound_name(name: str) -> bool:
-    """Whether a tensor can be called like that: short, and nothing in it that a terminal would act on."""
+    """Whether something can be called like that: short, and nothing in it that a terminal would act on."""
     return name.isprintable() and 0 < len(name) <= LONGEST_NAME
 
 
