@@ -50,7 +50,7 @@ _SMALL: Table = {
         16: LaunchConfig(64, 128, 16, 4, 3),
         32: LaunchConfig(64, 64, 32, 8, 3),
         64: LaunchConfig(64, 64, 64, 8, 3),
-        128: LaunchConfig(128, 64, 128, 8, 2),
+        128: LaunchConfig(128, 32, 128, 8, 3),
     },
     "fp32": _FP32,
 }
