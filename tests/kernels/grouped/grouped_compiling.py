@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiling import Resources
 
+from compiling import Resources
 from fanfold.formats import codec
 from fanfold.spec import Activation, ProjectionWeights, WeightFormat
 from fanfold.spec.launch import LaunchConfig

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiling import ALL_ARCHS, ARCHS, check_fits
-from grouped_compiling import FORMATS, K, OTHERS, compiled
+from grouped_compiling import FORMATS, OTHERS, K, compiled
 
+from compiling import ALL_ARCHS, ARCHS, check_fits
 from fanfold.spec import WeightFormat
 
 MANIFEST = Path(__file__).with_name("grouped_resources.json")

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from grouped_jobs import check_gate_up, configs, job_of, projection, random_job
-from interpreter import run_in_interpreter
 
 from fanfold.errors import ArgumentError
 from fanfold.formats import codec
@@ -15,6 +14,7 @@ from fanfold.formats.stack import stack
 from fanfold.spec import ProjectionWeights, WeightFormat
 from fanfold.spec.launch import LaunchConfig
 from graphs import same_bits
+from interpreter import run_in_interpreter
 from samples import numbers
 
 SMALL = LaunchConfig(32, 32, 16, 4, 2)

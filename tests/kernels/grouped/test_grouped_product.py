@@ -19,13 +19,13 @@ from grouped_jobs import (
     projection,
     random_job,
 )
-from interpreter import run_in_interpreter
 
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.activation.reference import activate
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.launch import LaunchConfig
 from graphs import dirty_memory, same_bits
+from interpreter import run_in_interpreter
 from samples import numbers
 
 SMALL = LaunchConfig(32, 32, 16, 4, 2)

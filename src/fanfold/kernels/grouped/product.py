@@ -132,9 +132,9 @@ def finish(
 
 @triton.jit(do_not_specialize=["slots", "top_k", "alpha", "limit"])
 def grouped_product(
-    x_ptr: tl.tensor, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple, m_ptr: tl.tensor, b_ptr: tl.tensor,
-    work_ptr: tl.tensor, rows_ptr: tl.tensor, slots: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor,
-    alpha: tl.tensor, limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
+    x_ptr: tl.tensor, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple, m_ptr: tl.tensor,
+    b_ptr: tl.tensor, work_ptr: tl.tensor, rows_ptr: tl.tensor, slots: tl.tensor, N: tl.tensor, K: tl.tensor,
+    top_k: tl.tensor, alpha: tl.tensor, limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     HALVES: tl.constexpr, ACTIVATION: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
