@@ -42,7 +42,7 @@ def verify(
 
     Returns:
         `tolerance`; `layers`: for each expert layer its `layer`, `format` and `relative_error` (the worst over rows, on
-        the dense run's own inputs); `logits`: `relative_error` and `max_abs_difference` (worst over rows);
+        the dense run's own inputs, as routed and once through every expert); `logits`: `relative_error` and `max_abs_difference` (worst over rows);
         `base_rows_bit_equal`: whether the base row equals, bit for bit, the same batch without adapters; `ok`.
 
     Raises:
@@ -138,11 +138,22 @@ class _DenseExperts(nn.Module):
         dense = empty.to_empty(device=hidden.device)
         _fill(dense, packed, self.slot)
         out: Tensor = dense(hidden, topk_ids, topk_weights)
+        batches = [(hidden, topk_ids, topk_weights, out)]
+        everyone = _every_expert(hidden, packed.shape.num_experts, topk_ids.shape[1])
+        batches.append((*everyone, dense(*everyone)))
         dense.to("meta")
-        ids = torch.full((len(hidden),), self.slot, dtype=torch.int32)
-        found = packed(hidden, topk_ids, topk_weights, ids)
-        self.errors[self.at] = max(self.errors[self.at], relative_error(found, out))
+        for x, ids, weights, expected in batches:
+            adapter_ids = torch.full((len(x),), self.slot, dtype=torch.int32)
+            error = relative_error(packed(x, ids, weights, adapter_ids), expected)
+            self.errors[self.at] = max(self.errors[self.at], error)
         return out
+
+
+def _every_expert(hidden: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of the layer's inputs that goes to every expert: the router leaves some out."""
+    tokens = -(-experts // top_k)
+    ids = (torch.arange(tokens * top_k) % experts).view(tokens, top_k)
+    return hidden[torch.arange(tokens) % len(hidden)], ids, torch.full(ids.shape, 1 / top_k)
 
 
 def _fill(dense: nn.Module, packed: Experts, slot: int) -> None:
