@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import fanfold
 from fanfold import AdapterPool
 from fanfold.errors import AdapterMismatchError, ArgumentError, TensorError, UnknownAdapterError
+from fanfold.verification import verify
 from samples import GOLDEN, logits, reference, relative_error, sample
 
 pytestmark = PEFT_WARNS
@@ -194,6 +195,7 @@ MLP = {
     at: [f"{at}.{name}_proj" for name in ("gate", "up", "down")]
     for at in ("shared_expert", "shared_experts", "layers.0.mlp")
 }
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 # What an adapter may have beside the experts, by family: Linears and parameters (routers) as PEFT's config names them.
 TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "qwen2_moe": (["q_proj", "o_proj", "shared_expert_gate", *MLP["shared_expert"]], ["mlp.gate.weight"]),
@@ -274,3 +276,11 @@ def test_a_base_weight_without_a_pair_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(TensorError, match=r"norm\.base_layer\.weight: found an unknown key"):
         model.adapters.load("other", tmp_path / "adapter")
+
+
+def test_verify_with_adapters_of_tied_lm_heads_routers_and_dense_layers(tmp_path: Path) -> None:
+    """The dense run merges each into a weight of its own, and leaves the embedding that lm_head shares alone."""
+    with_peft("qwen2_moe", tmp_path, ["lm_head", "q_proj", *MLP["shared_expert"]], ["mlp.gate.weight"], **TIED)
+    found = verify(tmp_path / "base", {"it": tmp_path / "adapter"})
+    assert found["ok"]
+    assert found["logits"]["relative_error"] <= 2e-6

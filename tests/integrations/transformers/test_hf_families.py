@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, edit_config, inputs, make, saved
+import transformers
+from families import COMMON, EXPERTS, FAMILIES, edit_config, inputs, make, saved
 
 import fanfold
 from fanfold.errors import TensorError, UnsupportedError
-from samples import logits, relative_error
+from fanfold.verification import verify
+from samples import logits, numbers, relative_error
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["as published", "as transformers keeps it"])
@@ -78,3 +81,30 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     model = fanfold.load_model(path, dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert relative_error(logits(model, inputs()), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "granitemoe", "lfm2_moe", "nemotron_h", "qwen2_moe"])
+def test_verify_runs_on_families(family: str, tmp_path: Path) -> None:
+    path, _ = saved(family, tmp_path)
+    found = verify(path)
+    assert found["ok"]
+    assert len(found["layers"]) == len(fanfold.inspect(path)["layers"])
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_a_model_of_text_and_images_given_text(original: bool, tmp_path: Path) -> None:
+    text = {**COMMON, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 24}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config={**vision, "patch_size": 4, "spatial_merge_size": 1, "deepstack_visual_indexes": [0]},
+        **{f"{kind}_token_id": 93 + i for i, kind in enumerate(("image", "video", "vision_start", "vision_end"))},
+    )
+    theirs: Any = transformers.Qwen3VLMoeForConditionalGeneration(config).eval().float()
+    for at, parameter in enumerate(theirs.parameters()):
+        parameter.data = 0.15 * numbers(*parameter.shape, seed=at)
+    theirs.save_pretrained(tmp_path, save_original_format=original)
+    model = fanfold.load_model(tmp_path, dtype=torch.float32)
+    assert relative_error(logits(model, inputs() % 90), logits(theirs, inputs() % 90)) <= 1e-6
+    assert "model.language_model.layers.1.mlp.experts" in model.adapter_sites
