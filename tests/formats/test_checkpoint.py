@@ -259,6 +259,68 @@ def test_b1_c4_conventions_of_two_tools_give_equal_weights(tmp_path: Path):
         assert torch.equal(dequantize_expert(one.down, e, 0), dequantize_expert(two.down, e, 0))
 
 
+ATTENTION = "model.layers.0.self_attn.q_proj"
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+MIXED: dict[str, tuple[str, str, str | None, dict[str, Any]]] = {
+    "modelopt, the MLPs alone": (
+        "nvfp4",
+        "bf16",
+        None,
+        {"quant_method": "modelopt", "quant_algo": "nvfp4", "exclude_modules": ["*self_attn*", "lm_head"]},
+    ),
+    "modelopt, mixed": (
+        "nvfp4",
+        "fp8-tensor",
+        "weight_scale",
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                ATTENTION: {"quant_algo": "FP8"},
+                **{
+                    f"{PREFIX}.{e}.{p}_proj": {"quant_algo": "NVFP4", "group_size": 16}
+                    for e in range(EXPERTS)
+                    for p in ("gate", "up", "down")
+                },
+            },
+        },
+    ),
+    "compressed-tensors, mixed": (
+        "nvfp4-divisor",
+        "fp8-channel",
+        "weight_scale",
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {"targets": ["re:.*self_attn.*"], "format": "float-quantized", "weights": CHANNEL},
+                "group_1": {"targets": ["Linear"], "format": "nvfp4-pack-quantized", "weights": NVFP4},
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_attention_of_another_format_than_the_experts(tmp_path: Path, case: str):
+    name, attention, scale, config = MIXED[case]
+    experts, other = WeightFormat.parse(name), WeightFormat.parse(attention)
+    linear = matrix_tensors(other, ATTENTION, 64, HIDDEN)
+    if scale is not None:
+        linear = {key.replace("weight_scale_inv", scale): tensor for key, tensor in linear.items()}
+    tensors = {**expert_tensors(experts), **linear}
+    checkpoint = Checkpoint(write(tmp_path, tensors, config))
+    assert checkpoint.read_experts(0).gate_up.format == experts
+    if other.dense:
+        assert checkpoint.plain == [f"{ATTENTION}.weight"]
+    else:
+        assert checkpoint.linear(ATTENTION).format == other
+        error = checkpoint.read_linear(ATTENTION, torch.float32) - random_weight(64, HIDDEN)
+        assert float(error.abs().max()) < 0.05
+
+
 MEASURE = """
 import resource, sys
 from fanfold.formats.checkpoint import Checkpoint

@@ -280,7 +280,6 @@ def test_b17_and_other_widths_by_projection(tmp_path: Path):
 
 def test_beside_the_stack_one_matrix_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every matrix that was read is gone before the next one is."""
-    import gc
     import weakref
 
     fmt = WeightFormat.parse("gptq4-g32-v1")
@@ -290,7 +289,6 @@ def test_beside_the_stack_one_matrix_is_in_memory(tmp_path: Path, monkeypatch: p
 
     def watched(files: CheckpointFiles, matrix: Matrix) -> tuple[WeightFormat, dict[str, Tensor]]:
         nonlocal largest
-        gc.collect()
         largest = max(largest, sum(reference() is not None for reference in alive))
         found, tensors = read_matrix(files, matrix)
         alive.extend(weakref.ref(tensor) for tensor in tensors.values())
@@ -314,3 +312,36 @@ def test_names_and_projections_of_a_layer():
     assert (layer.projections, layer.gated, list(layer.names())) == ({"up"}, False, ["c.0.up_proj.weight"])
     layer.per_expert["gate", 0] = {"weight": "c.0.gate_proj.weight"}
     assert layer.gated
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k"),
+    [
+        *[(f"gptq4-g{size}-v1", 64, 1344) for size in (16, 32, 64, 128)],  # b6, b9, b11: 1344 = 10.5 x 128
+        ("gptq8-g128-asym-v2", 64, 1344),  # b16, b17
+        ("packed4-g128-asym", 352, 160),  # b16
+        ("awq4-g64-asym", 80, 352),
+        *[("nvfp4", size, 96) for size in (80, 160, 352)],  # c6, c8
+        ("mxfp4", 160, 96),
+        ("fp8-block128x128", 320, 192),  # d16
+        ("fp8-block128x128", 704, 96),
+    ],
+)
+def test_b6_b11_b16_b17_c6_c8_d16_sizes_that_fill_no_tile(tmp_path: Path, name: str, n: int, k: int):
+    """Nothing is padded, and a last group or block may be short."""
+    fmt = WeightFormat.parse(name)
+    sizes = {"gate_proj": (n, k), "up_proj": (n, k), "down_proj": (k, n)}
+    tensors = expert_tensors(fmt, experts=2, names=sizes)
+    checkpoint = Checkpoint(write(tmp_path, tensors, config_of(fmt), hidden_size=k, num_experts=2))
+    experts = checkpoint.read_experts(0)
+    assert (experts.gate_up.n, experts.gate_up.k, experts.down.n, experts.down.k) == (n, k, k, n)
+    assert experts.nbytes <= 1.02 * checkpoint.expert_bytes()
+    for e in range(2):
+        for half, projection, p in (
+            ("gate_proj", experts.gate_up, 0),
+            ("up_proj", experts.gate_up, 1),
+            ("down_proj", experts.down, 0),
+        ):
+            module = f"{PREFIX}.{e}.{half}"
+            whole = {field: tensors[f"{module}.{suffix_of(fmt, field)}"] for field in projection.tensors}
+            assert torch.equal(dequantize_expert(projection, e, p), dequantize(fmt, whole, *sizes[half]))
