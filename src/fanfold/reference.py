@@ -2,6 +2,7 @@
 
 from fanfold.formats.codec import dequantize as dequantize
 from fanfold.formats.codec import dequantize_expert as dequantize_expert
+from fanfold.formats.codec import pack as pack
 from fanfold.formats.codec import quantize as quantize
 from fanfold.formats.codec import unpack as unpack
 from fanfold.kernels.activation.reference import activate as activate
@@ -9,4 +10,7 @@ from fanfold.kernels.combine.reference import combine as combine
 from fanfold.kernels.grouped.reference import grouped as grouped
 from fanfold.kernels.lora.reference import lora_fold as lora_fold
 from fanfold.layers.reference import layer as layer
+from fanfold.routing.reference import plan_blocks as plan_blocks
 from fanfold.routing.reference import plan_sort as plan_sort
+from fanfold.routing.reference import route_topk as route_topk
+from fanfold.routing.reference import work_list as work_list

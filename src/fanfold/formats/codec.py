@@ -94,15 +94,36 @@ def unpack(fmt: WeightFormat, tensors: Mapping[str, Tensor], n: int, k: int) -> 
         UnsupportedError: the format has no codes (dense, FP8).
         TensorError: a tensor is missing or has a wrong shape or dtype.
     """
+    return _coded(fmt, "unpack").unpack(fmt, canonical(fmt, tensors, n, k), n, k)
+
+
+def pack(fmt: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
+    """The words or bytes of codes; inverse of `unpack`.
+
+    Args:
+        fmt: the format to pack for.
+        codes: uint8 [N, K].
+
+    Returns:
+        The field that holds the codes (`qweight` or `packed`), as `shapes` describes it.
+
+    Raises:
+        UnsupportedError: the format has no codes (dense, FP8), or can't hold such sizes.
+        ArgumentError: a code is out of range.
+    """
+    return _coded(fmt, "pack").pack(fmt, codes)
+
+
+def _coded(fmt: WeightFormat, what: str) -> CodedCodec:
     module = CODED.get(fmt.kind)
     if module is None:
         raise UnsupportedError(
-            "unpack",
+            what,
             found=str(fmt),
             expected=f"one of {', '.join(CODED)}",
-            next_step="Read the weights of this format as numbers: dequantize.",
+            next_step="The weights of this format are plain numbers: dequantize and quantize.",
         )
-    return module.unpack(fmt, canonical(fmt, tensors, n, k), n, k)
+    return module
 
 
 def dequantize(fmt: WeightFormat, tensors: Mapping[str, Tensor], n: int, k: int) -> Tensor:
