@@ -217,6 +217,31 @@ def test_a_pool_of_one_layer() -> None:
         experts(*given)
 
 
+def test_a_new_pool_takes_the_place_of_the_last() -> None:
+    """Of the old one's adapters nothing is left, in slots that both have and beside them."""
+    experts = load_experts(sample("base_qwen3moe_tiny_bf16"), dtype=torch.float32)
+    given = numbers(T, experts.shape.hidden), *random_routing(T, 2, experts.shape.num_experts)
+    old = AdapterPool(experts)
+    old.load("all", sample("peft_v4_qwen3moe_per_expert"))
+    new = AdapterPool(experts, slots=2)
+    assert new.names() == []
+    assert experts.pairs == {"gate": {}, "up": {}, "down": {}}
+    for call in (old.unload, old.slot, lambda name: old.load("b", sample("peft_qwen3moe_target_parameters"))):
+        with pytest.raises(ArgumentError, match="a pool whose place another has taken"):
+            call("all")
+    with pytest.raises(ArgumentError, match="a pool whose place"), old.using(["all"] * T):
+        pass
+    new.load("all", sample("peft_v4_qwen3moe_per_expert"))
+    with new.using(["all"] * T):
+        found = experts(*given)
+    twin = copy.deepcopy(experts)  # with its adapters, and without a pool
+    assert torch.equal(twin(*given, adapter_ids=torch.zeros(T).int()), found)
+    AdapterPool(twin)
+    assert torch.equal(twin(*given, adapter_ids=torch.zeros(T).int()), experts(*given))
+    with new.using(["all"] * T):
+        assert torch.equal(experts(*given), found)
+
+
 def test_arch_of_a_device_that_runs_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fanfold.layers.experts.arch_of", lambda device: "sm_90")
     weights = random_experts("bf16", E, H, INNER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ from fanfold.errors import (
 from fanfold.lora.adapter import read_adapter
 from fanfold.lora.bind import bind
 from fanfold.lora.convert import convert
+from fanfold.lora.description import described
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertSite, Pairs, Site
-from fanfold.spec import LoraPair
 
 BASE = "base"
 """The reserved name of no adapter."""
@@ -45,6 +46,8 @@ class AdapterPool:
         target: a model of fanfold.load_model or a fanfold.Experts. For a single expert layer, the parts of
             an adapter that belong elsewhere are left out.
         slots: adapters that fit at the same time.
+
+    A new pool takes the place of the target's last one, whose adapters are gone.
 
     Raises:
         ArgumentError: `target` takes no adapters, or `slots` is less than 1.
@@ -73,6 +76,10 @@ class AdapterPool:
         self._entries: dict[str, _Entry] = {}
         self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
+        rows.holder = weakref.ref(self)
+        for site in self._sites.values():  # what a pool that had the place before has left there
+            for slot in range(slots):
+                site.drop(slot)
 
     def load(self, name: str, path: str | Path) -> int:
         """Loads an adapter under a new name.
@@ -187,7 +194,10 @@ class AdapterPool:
         """
         with self._lock:
             entries = sorted(self._entries.items(), key=lambda item: item[1].slot)
-        return [{"name": name, **_describe(entry)} for name, entry in entries]
+        return [
+            {"name": name, "slot": entry.slot, "path": str(entry.path), **described(entry.pairs)}
+            for name, entry in entries
+        ]
 
     def _prepare(self, path: str | Path) -> dict[str, Pairs]:
         # a single layer holds one part of a model, and of an adapter
@@ -210,7 +220,17 @@ class AdapterPool:
                 self._sites[path].put(entry.slot, pairs)
             raise
 
+    def _check_holder(self) -> None:
+        if self._rows.holder is None or self._rows.holder() is not self:
+            raise ArgumentError(
+                "AdapterPool",
+                found="a pool whose place another has taken",
+                expected="the last pool made for this model or layer",
+                next_step="Use that one, and load the adapters there.",
+            )
+
     def _free_slot(self, name: str) -> int:
+        self._check_holder()
         if name in self._entries:
             raise AdapterExistsError(
                 f"adapter {name!r}",
@@ -229,6 +249,7 @@ class AdapterPool:
         return min(free)
 
     def _entry(self, name: str) -> _Entry:
+        self._check_holder()
         if name not in self._entries:
             raise UnknownAdapterError(
                 f"adapter {name!r}",
@@ -272,24 +293,3 @@ def _checked_names(names: object) -> list[str]:
             next_step="Pass [name] for a batch of one row.",
         )
     return checked
-
-
-def _describe(entry: _Entry) -> dict[str, object]:
-    targets: Counter[str] = Counter()
-    pairs: list[LoraPair] = []
-    for bound in entry.pairs.values():
-        if isinstance(bound, LoraPair):
-            targets["linear"] += 1
-            pairs.append(bound)
-        else:
-            targets.update(projection for projection, _ in bound)
-            pairs += bound.values()
-    tensors = {id(tensor): tensor for pair in pairs for tensor in (pair.a, pair.b)}  # gate and up share A
-    return {
-        "slot": entry.slot,
-        "path": str(entry.path),
-        "ranks": sorted({pair.rank for pair in pairs}),
-        "scales": sorted({pair.scale for pair in pairs}),
-        "targets": {kind: targets[kind] for kind in ("gate", "up", "down", "linear")},
-        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -20,9 +21,13 @@ class Rows:
 
     Args:
         device: where the ids are made.
+
+    Attributes:
+        holder: the pool whose slots these are.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.holder: weakref.ref[object] | None = None  # weak: a copy of a layer leaves its pool behind
         self._device = torch.device(device)
         self._slots: list[int] | None = None
         self._expanding = False

@@ -196,6 +196,22 @@ MLP = {
     for at in ("shared_expert", "shared_experts", "layers.0.mlp")
 }
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+
+
+def test_generate_keeps_the_last_position_for_an_adapted_lm_head(tmp_path: Path) -> None:
+    """generate asks for one position of the prompt; the tokens are those of whole forwards without a cache."""
+    model, _ = with_peft("qwen3_moe", tmp_path, ["lm_head", "v_proj"], [])
+    ids = inputs(3)
+    with model.adapters.using(["it", None, "it"]):
+        found = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        for _ in range(5):
+            ids = torch.cat([ids, logits(model, ids)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(found, ids)
+    base = model.generate(input_ids=inputs(3), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert torch.equal(base[1], found[1])
+    assert not torch.equal(base, found)
+
+
 # What an adapter may have beside the experts, by family: Linears and parameters (routers) as PEFT's config names them.
 TARGETS: dict[str, tuple[list[str], list[str]]] = {
     "qwen2_moe": (["q_proj", "o_proj", "shared_expert_gate", *MLP["shared_expert"]], ["mlp.gate.weight"]),
@@ -237,12 +253,14 @@ def test_an_adapter_of_another_family_is_refused() -> None:
 
 def test_a_pool_of_other_size_takes_the_place_of_the_first() -> None:
     model = fanfold.load_model(sample("base_qwen3moe_tiny_bf16"), dtype=torch.float32)
+    model.adapters.load("0", sample("peft_qwen3moe_all_linear"))  # attention too, which must not stay in slot 0
     model.adapters = AdapterPool(model, slots=12)
     for number in range(12):
         model.adapters.load(str(number), sample("peft_qwen3moe_target_parameters"))
     kept = reference("peft_qwen3moe_target_parameters")
-    with model.adapters.using(["11"]):
-        assert relative_error(logits(model, kept["input_ids"][:1])[0], kept["logits"][0]) <= 1e-5
+    for name in ("0", "11"):
+        with model.adapters.using([name]):
+            assert relative_error(logits(model, kept["input_ids"][:1])[0], kept["logits"][0]) <= 1e-5
 
 
 @pytest.mark.parametrize("tied", [False, True])
