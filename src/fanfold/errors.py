@@ -38,6 +38,13 @@ class FanfoldError(Exception):
         }
 
 
+def of_file(error: FanfoldError, path: str) -> FanfoldError:
+    """The same error, its `what` preceded by the file or directory it was met in; as it is where it names that."""
+    if path in error.what:
+        return error
+    return type(error)(f"{path}: {error.what}", found=error.found, expected=error.expected, next_step=error.next_step)
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint runs, but looks as if something in it were not as its config says."""
 

@@ -169,8 +169,9 @@ def test_a_failed_load_or_replace_leaves_the_pool_as_it_was(
     pool.load("alice", adapter("a"))
     before, info = model.held(), pool.info()
     for path, error in broken_adapters(tmp_path):
-        with pytest.raises(error):
+        with pytest.raises(error) as caught:
             pool.load("bob", path)
+        assert str(caught.value).count(str(path)) == 1, "the message names the adapter's directory, once"
         with pytest.raises(error):
             pool.replace("alice", path)
         assert model.held() == before

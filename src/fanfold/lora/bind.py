@@ -127,7 +127,7 @@ def _check_copy(target: Target, copy: Tensor, weight: Tensor) -> None:
 def _pair(target: Target, site: Site, inputs: int, outputs: int) -> LoraPair:
     if (target.a.shape[1], target.b.shape[0]) != (inputs, outputs):
         raise AdapterMismatchError(
-            f"{target.key} at {site.path}",
+            target.key,
             found=f"lora_A {list(target.a.shape)}, lora_B {list(target.b.shape)}",
             expected=f"lora_A [{target.rank}, {inputs}] and lora_B [{outputs}, {target.rank}]",
             next_step="Load the adapter on the model that it was trained on.",

@@ -98,7 +98,7 @@ def _mismatch(target: FusedTarget, site: ExpertSite, what: str) -> AdapterMismat
     inputs, outputs = _sizes(target, site)
     stacked = target.rank * site.shape.num_experts
     return AdapterMismatchError(
-        f"{target.key} at {site.path}",
+        target.key,
         found=f"{what}: lora_A {list(target.a.shape)}, lora_B {list(target.b.shape)}",
         expected=f"for {site.shape.num_experts} experts of rank {target.rank}: [{stacked}, {inputs}] and "
         f"[{outputs}, {stacked}], or the reverse, [{stacked}, {outputs}] and [{inputs}, {stacked}]",

@@ -15,8 +15,10 @@ from fanfold.errors import (
     AdapterBusyError,
     AdapterExistsError,
     ArgumentError,
+    FanfoldError,
     PoolFullError,
     UnknownAdapterError,
+    of_file,
 )
 from fanfold.lora.adapter import read_adapter
 from fanfold.lora.bind import bind
@@ -203,8 +205,11 @@ class AdapterPool:
         # a single layer holds one part of a model, and of an adapter
         sites = list(self._sites.values())
         single_layer = len(sites) == 1 and isinstance(sites[0], ExpertSite)
-        bound = bind(read_adapter(path), self._sites, partial=single_layer)
-        return {at: convert(pairs, self._sites[at]) for at, pairs in bound.items()}
+        try:
+            bound = bind(read_adapter(path), self._sites, partial=single_layer)
+            return {at: convert(pairs, self._sites[at]) for at, pairs in bound.items()}
+        except FanfoldError as error:
+            raise of_file(error, str(path)) from error
 
     def _fill(self, entry: _Entry, old: _Entry | None) -> None:
         before: Mapping[str, Pairs] = {} if old is None else old.pairs
