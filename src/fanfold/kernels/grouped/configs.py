@@ -47,8 +47,8 @@ _SMALL: Table = {
         128: LaunchConfig(128, 32, 128, 8, 3),
     },
     "packed": {
-        16: LaunchConfig(64, 128, 16, 4, 3),
-        32: LaunchConfig(64, 64, 32, 8, 3),
+        16: LaunchConfig(64, 64, 16, 4, 4),
+        32: LaunchConfig(64, 64, 32, 4, 3),
         64: LaunchConfig(64, 64, 64, 8, 3),
         128: LaunchConfig(128, 32, 128, 8, 3),
     },
@@ -59,7 +59,7 @@ FUSED = 64
 holds two tiles and two sums in registers."""
 SHORTEST_RUN = 16
 """Where fewer inputs certainly share a group (act-order, odd group sizes), a scale and a zero point are read for almost
-every weight: such tiles are small, and 8 warps hold them."""
+every weight; and 3-bit codes are read by bytes. Such tiles are small, and 8 warps hold them."""
 MOST_ROWS = ((8, 16), (24, 32), (64, 64))
 """(rows an expert up to which, block_t); 128 above. Twice the mean, so that most experts fit in one tile."""
 PINNED_BLOCK_T = 64
@@ -119,7 +119,9 @@ def _config(fmt: WeightFormat, k: int, dtype: torch.dtype, arch: int, block_t: i
         block_k = config.block_k if config.scale_on_sum or family == "dense" else min(config.block_k, FUSED)
         config = replace(config, block_n=min(config.block_n, FUSED), block_k=block_k)
     if family == "packed" and 0 < run_of(fmt, k) < SHORTEST_RUN:
-        config = replace(config, block_n=64, block_k=32, num_warps=8)
+        config = replace(config, block_n=64, block_k=16 if fused else 32, num_warps=8, num_stages=2)
+    elif family == "packed" and fmt.bits == 3:
+        config = replace(config, block_n=64, block_k=32, num_warps=8, num_stages=2)
     return config
 
 

@@ -1,0 +1,108 @@
+"""How one launch of the Hopper product is cut into programs, and whether that fits the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fanfold.errors import ArgumentError
+from fanfold.kernels.grouped.sm90.fragments import TILE
+from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
+
+BLOCK_T = (8, 16, 32, 64, 128, 256)
+WHOLE_GROUP = 64
+"""Fewest inputs of a group whose sum can be scaled: one tile."""
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """Tile and resources of one program.
+
+    Attributes:
+        block_t: most token rows of a program; the work list is made for it.
+        smallest_t: programs with fewer rows take tiles of block_t / 2 or / 4, down to this.
+        warpgroups: of 128 threads, 64 weight rows each.
+        slabs: times that many weight rows a program makes, 1 or 2.
+        block_k: inputs a stage.
+        stages: stages of activations in shared memory.
+        together: work items that pass one weight tile one after the other; 1: weights are read once.
+        scale_on_sum: group scales multiply the fp32 sum of a group; else the weights.
+        parts: programs that share K of one output tile; their sums are added by the weighted sum.
+    """
+
+    block_t: int
+    smallest_t: int
+    warpgroups: int
+    slabs: int
+    block_k: int
+    stages: int
+    together: int
+    scale_on_sum: bool
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        wanted = {
+            "block_t": BLOCK_T,
+            "smallest_t": tuple(t for t in (self.block_t, self.block_t // 2, self.block_t // 4) if t >= BLOCK_T[0]),
+            "warpgroups": (1, 2, 4),
+            "slabs": (1, 2),
+            "block_k": (64, 128, 256, 512),
+            # Where weights are scaled, the product of the step before is still reading when a stage is filled.
+            "stages": tuple(range(2 if self.scale_on_sum else 3, 9)),
+            "together": tuple(range(1, 17)),
+            "parts": tuple(range(1, 17)),
+        }
+        for name, values in wanted.items():
+            if getattr(self, name) not in values:
+                raise ArgumentError(
+                    f"Sm90Config.{name}",
+                    found=str(getattr(self, name)),
+                    expected=f"one of {values}",
+                    next_step="Take a config of the tuned table.",
+                )
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a program."""
+        return TILE * self.warpgroups * self.slabs
+
+    @property
+    def name(self) -> str:
+        """E.g. `t32-8-w1x2-k128-s3-sum`; -g: together, -p: parts."""
+        parts = [f"t{self.block_t}"]
+        if self.smallest_t < self.block_t:
+            parts.append(str(self.smallest_t))
+        parts += [f"w{self.warpgroups}x{self.slabs}", f"k{self.block_k}", f"s{self.stages}"]
+        parts += [f"g{self.together}"] if self.together > 1 else []
+        parts += ["sum"] if self.scale_on_sum else []
+        parts += [f"p{self.parts}"] if self.parts > 1 else []
+        return "-".join(parts)
+
+
+def check_config(op: str, config: Sm90Config, weights: FragmentWeights) -> None:
+    """Whether the tiles divide the weights, and a stage the groups.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    group = WHOLE_GROUP if weights.fp4_group else weights.format.group_size
+    inputs = weights.k // config.parts
+    steps = inputs // config.block_k
+    wanted = {
+        f"weight rows in multiples of {config.rows}": weights.rows % config.rows == 0,
+        f"K in multiples of {config.block_k * config.parts}": weights.k % (config.block_k * config.parts) == 0,
+        "at least two steps of block_k": steps >= 2,
+        "whole groups in each part of K": inputs % group == 0,
+        "block_k that holds whole groups, of 64 or more": not config.scale_on_sum
+        or (group >= WHOLE_GROUP and config.block_k % group == 0 and not weights.fp4_group),
+        # Two fragments take turns as the operand of products in flight.
+        "an even number of tiles": config.scale_on_sum or (config.block_k // TILE * config.slabs * steps) % 2 == 0,
+        "one part, for gate_up and for fp4": config.parts == 1 or (weights.halves == 1 and not weights.fp4_group),
+    }
+    for expected, good in wanted.items():
+        if not good:
+            raise ArgumentError(
+                f"{op}: config",
+                found=f"{config.name} for {weights.format} [{weights.rows}, {weights.k}]",
+                expected=expected,
+                next_step="Take a config of the tuned table for such sizes.",
+            )

@@ -1,0 +1,90 @@
+"""The order of 4-bit weights in memory that the matrix unit of Hopper takes from registers, and its inverse.
+
+A tile of 64 (n) x 64 (k) weights is 2048 bytes: 128 threads of 4 words. Thread 32*warp + 4*row + c, word w, nibble p hold
+
+    n = 16*warp + 8*((p >> 1) & 1) + row,   k = 16*w + 8*(p & 1) + 2*c + (p >> 2),
+
+the left operand of wgmma m64k16 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk16"): unpacking moves nothing
+between threads. Rows of gate and up alternate in eights, so that one thread holds both and an activation needs no
+exchange.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 64
+"""Rows and columns of a tile."""
+WORDS = TILE * TILE // 8
+"""int32 words of a tile."""
+EIGHT = 8
+"""Rows of gate, then as many of up."""
+
+
+def interleave(halves: Tensor) -> Tensor:
+    """[P, N, ...] -> [P*N, ...]: eight rows of gate, then the same eight of up; one half stays as it is.
+
+    Args:
+        halves: N a multiple of 8 where P is 2.
+    """
+    p, n, *rest = halves.shape
+    return halves.reshape(p, n // EIGHT, EIGHT, *rest).transpose(0, 1).reshape(p * n, *rest) if p > 1 else halves[0]
+
+
+def separate(rows: Tensor, halves: int) -> Tensor:
+    """[P*N, ...] -> [P, N, ...], the inverse of `interleave`."""
+    count, *rest = rows.shape
+    return rows.reshape(-1, halves, EIGHT, *rest).transpose(0, 1).reshape(halves, count // halves, *rest)
+
+
+def to_fragments(codes: Tensor) -> Tensor:
+    """Codes uint8 [N, K] in [0, 16) -> int32 [N/64, K/64, 512] in fragment order; N and K are multiples of 64."""
+    n, k = codes.shape
+    # n = slab, warp, row8, row; k = tile, word, k8, c, j
+    t = codes.reshape(n // TILE, 4, 2, 8, k // TILE, 4, 2, 4, 2)
+    # -> slab, tile, warp, row, c, word, (j, row8, k8): nibble = 4*j + 2*row8 + k8
+    t = t.permute(0, 4, 1, 3, 7, 5, 8, 2, 6).reshape(n // TILE, k // TILE, 4 * WORDS, 2)
+    return (t[..., 0] | (t[..., 1] << 4)).view(torch.int32)
+
+
+def from_fragments(words: Tensor) -> Tensor:
+    """int32 [N/64, K/64, 512] -> codes uint8 [N, K], the inverse of `to_fragments`."""
+    slabs, tiles, _ = words.shape
+    octets = words.contiguous().view(torch.uint8)
+    t = torch.stack((octets & 15, octets >> 4), -1).reshape(slabs, tiles, 4, 8, 4, 4, 2, 2, 2)
+    return t.permute(0, 2, 7, 3, 1, 5, 8, 4, 6).reshape(slabs * TILE, tiles * TILE)
+
+
+def e2m1_words(codes: Tensor) -> Tensor:
+    """E2M1 codes uint8 [N, K] -> int32 [N/64, K/64, 512]: the order of `to_fragments`, bits placed for bf16.
+
+    Each 16-bit half holds four codes. The sign of code p < 3 is bit 15 - 3*p and the rest bits 8 - 3*p to 6 - 3*p, so
+    that a shift by 3*p and one mask make bf16 of code * 2^-126. Code 3 has the bits left over: sign 14, then 13, 11, 10.
+    """
+    fragments = to_fragments(codes)
+    words = torch.zeros_like(fragments)
+    for half in (0, 16):
+        for p in range(4):
+            code = (fragments >> (half + 4 * p)) & 15
+            sign, rest = code >> 3, code & 7
+            if p < 3:
+                bits = (sign << (15 - 3 * p)) | (rest << (6 - 3 * p))
+            else:
+                bits = (sign << 14) | ((rest >> 2) << 13) | ((rest & 3) << 10)
+            words |= bits << half
+    return words
+
+
+def e2m1_codes(words: Tensor) -> Tensor:
+    """int32 [N/64, K/64, 512] -> E2M1 codes uint8 [N, K], the inverse of `e2m1_words`."""
+    fragments = torch.zeros_like(words)
+    for half in (0, 16):
+        bits = (words >> half) & 0xFFFF
+        for p in range(4):
+            if p < 3:
+                code = (((bits >> (15 - 3 * p)) & 1) << 3) | ((bits >> (6 - 3 * p)) & 7)
+            else:
+                code = (((bits >> 14) & 1) << 3) | (((bits >> 13) & 1) << 2) | ((bits >> 10) & 3)
+            fragments |= code << (half + 4 * p)
+    return from_fragments(fragments)
