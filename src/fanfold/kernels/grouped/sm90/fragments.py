@@ -1,6 +1,7 @@
 """The order of 4-bit weights in memory that the matrix unit of Hopper takes from registers, and its inverse.
 
-A tile of 64 (n) x 64 (k) weights is 2048 bytes: 128 threads of 4 words. Thread 32*warp + 4*row + c, word w, nibble p hold
+A tile of 64 (n) x 64 (k) weights is 2048 bytes: 128 threads of 4 words. Thread 32*warp + 4*row + c, word w, nibble p
+hold
 
     n = 16*warp + 8*((p >> 1) & 1) + row,   k = 16*w + 8*(p & 1) + 2*c + (p >> 2),
 
@@ -60,7 +61,8 @@ def e2m1_words(codes: Tensor) -> Tensor:
     """E2M1 codes uint8 [N, K] -> int32 [N/64, K/64, 512]: the order of `to_fragments`, bits placed for bf16.
 
     Each 16-bit half holds four codes. The sign of code p < 3 is bit 15 - 3*p and the rest bits 8 - 3*p to 6 - 3*p, so
-    that a shift by 3*p and one mask make bf16 of code * 2^-126. Code 3 has the bits left over: sign 14, then 13, 11, 10.
+    that a shift by 3*p and one mask make bf16 of code * 2^-126. Code 3 has the bits left over: sign 14, then 13, 11
+    and 10.
     """
     fragments = to_fragments(codes)
     words = torch.zeros_like(fragments)
@@ -68,11 +70,10 @@ def e2m1_words(codes: Tensor) -> Tensor:
         for p in range(4):
             code = (fragments >> (half + 4 * p)) & 15
             sign, rest = code >> 3, code & 7
-            if p < 3:
-                bits = (sign << (15 - 3 * p)) | (rest << (6 - 3 * p))
+            if p == 3:
+                words |= ((sign << 14) | ((rest >> 2) << 13) | ((rest & 3) << 10)) << half
             else:
-                bits = (sign << 14) | ((rest >> 2) << 13) | ((rest & 3) << 10)
-            words |= bits << half
+                words |= ((sign << (15 - 3 * p)) | (rest << (6 - 3 * p))) << half
     return words
 
 

@@ -1,5 +1,5 @@
-"""Work items of the Hopper product: a whole item in one word, its rows beside it, so that one load leads to the first x."""
-# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
+"""Work items of the Hopper product: an item in one word, its rows beside it, so that one load leads to the first x."""
+# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # (Triton's builtins carry no types.)
 
 from __future__ import annotations

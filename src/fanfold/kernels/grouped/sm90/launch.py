@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
+from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.checks import check_arguments, check_device
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
-from fanfold.kernels.grouped.sm90.product import grouped_int4_sm90
 
 
 def grouped_gate_up(
@@ -125,7 +125,7 @@ def launch_arguments(
         stride_split=y.stride(0) if config.parts > 1 else 0,
         top_k=1 if top_k is None else top_k,
         K=weights.k,
-        G=max(weights.format.group_size, 64) if fp4 else weights.format.group_size,
+        G=weights.format.group_size,
         BT=config.block_t,
         BT_MIN=config.smallest_t,
         WGS=config.warpgroups,
@@ -159,5 +159,5 @@ def _launch(
         return y
     grid = (work.items.shape[0] * (weights.rows // config.rows) * config.parts,)
     with torch.cuda.device_of(y):
-        grouped_int4_sm90[grid](**launch_arguments(x, weights, work, y, config, chained, top_k))
+        product.grouped_int4_sm90[grid](**launch_arguments(x, weights, work, y, config, chained, top_k))
     return y

@@ -129,7 +129,8 @@ def _nibbles(words: Tensor) -> Tensor:
 
 def _awq_columns(words: Tensor) -> Tensor:
     """AWQ words [..., N/8] -> uint8 [..., N]."""
-    return _nibbles(words).unflatten(-1, (-1, 8))[..., list(AWQ_NIBBLE)].flatten(-2)
+    nibbles = _nibbles(words)
+    return nibbles.reshape(*nibbles.shape[:-1], -1, 8)[..., list(AWQ_NIBBLE)].flatten(-2)
 
 
 def _codes(fmt: WeightFormat, tensors: dict[str, Tensor], k: int) -> Tensor:
@@ -156,7 +157,7 @@ def _global_scale(weights: ProjectionWeights) -> Tensor:
     if weights.format.kind == "mxfp4":
         return weights.tensors["scale"].new_ones((weights.num_experts, weights.halves), dtype=torch.float32)
     scale = weights.tensors["global_scale"]
-    return (1.0 / scale if weights.format.divisor else scale).contiguous()
+    return torch.reciprocal(scale) if weights.format.divisor else scale.contiguous()
 
 
 def _check_supported(weights: ProjectionWeights) -> None:
