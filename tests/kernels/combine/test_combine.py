@@ -68,6 +68,20 @@ def test_the_order_of_the_slots_decides(device: str) -> None:
     assert call(y2[[0, 2, 1]], ids, torch.ones(1, 3, device=device), 1).item() == 1.0
 
 
+@pytest.mark.parametrize("dtype", ON_GPU_TOO, ids=str)
+def test_parts_are_added_in_order_and_rounded_first(dtype: torch.dtype, device: str) -> None:
+    from fanfold.kernels.combine.combine import combine
+
+    torch.manual_seed(0)
+    _, ids, weights = batch(5, 3, 300, 4, dtype, device)
+    parts = torch.randn(3, 15, 300, device=device)
+    parts[:, 0] = torch.tensor([2.0**24, 1.0, -(2.0**24)], device=device)[:, None]  # the 1 is lost in the first sum
+    y2 = ((parts[0] + parts[1]) + parts[2]).to(dtype)
+    found = combine(parts, ids, weights, 4, dtype=dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, reference(y2, ids, weights, 4))
+
+
 def test_rows_may_be_strided(device: str) -> None:
     y2, ids, weights = batch(4, 2, 90, 5, torch.float32, device)
     for part in (y2[:, 3:70], y2[:, ::2]):
@@ -117,7 +131,7 @@ def test_compiles(top_k: int, block: int, arch: str) -> None:
     from fanfold.kernels.combine.combine import combine_kernel
 
     types = {"y2_ptr": "*bf16", "ids_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(["H", "E", "stride"], "i32")
-    constants = {"TOP_K": top_k, "BLOCK": block}
+    types |= dict.fromkeys(["H", "E", "stride", "stride_part"], "i32")
+    constants = {"TOP_K": top_k, "PARTS": 1, "BLOCK": block}
     used = compile_kernel(combine_kernel, types, constants, arch, block // 128, enable_fp_fusion=False)
     check_fits(used, arch)

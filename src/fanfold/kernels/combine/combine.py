@@ -21,10 +21,12 @@ def combine_kernel(
     H: tl.tensor,
     E: tl.tensor,
     stride: tl.tensor,
+    stride_part: tl.tensor,
     TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of token program_id(0)."""
+    """BLOCK columns of token program_id(0); PARTS of y2 lie stride_part apart."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
@@ -34,29 +36,40 @@ def combine_kernel(
         expert = tl.load(ids_ptr + row)
         here = (expert >= 0) & (expert < E)
         weight = tl.load(weights_ptr + row).to(tl.float32)
-        y2 = tl.load(y2_ptr + row * stride + column, mask=inside & here, other=0.0).to(tl.float32)
+        at = y2_ptr + row * stride + column
+        y2 = tl.load(at, mask=inside & here, other=0.0).to(tl.float32)
+        if PARTS > 1:
+            for _ in tl.static_range(1, PARTS):
+                at += stride_part
+                y2 += tl.load(at, mask=inside & here, other=0.0)
+            y2 = y2.to(out_ptr.dtype.element_ty).to(tl.float32)
         out = tl.where(here, out + weight * y2, out)  # a slot of no expert: its weight may be NaN too
     tl.store(out_ptr + token * H + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def combine(y2: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
+def combine(
+    y2: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """act( sum over slots, in slot order, of fp32(weight) * fp32(y2) ): `reference.combine` on the GPU, bit for bit.
 
     Args:
-        y2: [T*k, H], row = token*k + slot.
+        y2: [T*k, H], row = token*k + slot; or fp32 [parts, T*k, H], sums of down over parts of K, which are added in
+            order and rounded first.
         topk_ids: int32 or int64 [T, k]; slots whose id is outside [0, E) add nothing, and y2 is not read there.
         topk_weights: [T, k], bf16, fp16 or fp32.
         num_experts: E.
+        dtype: of the result and of the rounding of y2 in parts; None is y2's.
 
     Returns:
-        [T, H] in y2's dtype.
+        [T, H].
     """
     tokens, top_k = topk_ids.shape
-    hidden = y2.shape[1]
-    out = torch.empty((tokens, hidden), dtype=y2.dtype, device=y2.device)
+    hidden = y2.shape[-1]
+    parts = y2.shape[0] if y2.dim() == 3 else 1
+    out = torch.empty((tokens, hidden), dtype=dtype or y2.dtype, device=y2.device)
     if out.numel() == 0:
         return out
-    if y2.stride(1) != 1:
+    if y2.stride(-1) != 1:
         y2 = y2.contiguous()
     block = 1024 if tokens >= MANY_TOKENS else 256
     combine_kernel[(tokens, triton.cdiv(hidden, block))](
@@ -66,8 +79,10 @@ def combine(y2: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int
         out,
         hidden,
         num_experts,
-        y2.stride(0),
+        y2.stride(-2),
+        y2.stride(0) if parts > 1 else 0,
         TOP_K=top_k,
+        PARTS=parts,
         BLOCK=block,
         num_warps=block // 128,  # 4 values a lane: 8 bytes of 16-bit y2
         enable_fp_fusion=False,  # the product rounds before the sum, as in the reference
