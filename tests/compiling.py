@@ -84,3 +84,54 @@ def _cuobjdump() -> Path:
     import triton
 
     return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class _Absent:
+    """The driver of a GPU that is not here; enough to compile."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str) -> tuple[Resources, str]:
+    """Compiles what a launch with these arguments would, for a GPU that is not here.
+
+    Args:
+        kernel: a function under triton.jit or gluon.jit.
+        arguments: arguments and launch options by name; tensors may lie on the CPU.
+        arch: e.g. "sm_90".
+
+    Returns:
+        What the kernel takes, and its machine code as `cuobjdump -sass` prints it.
+    """
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(_Absent(int(arch.removeprefix("sm_"))))
+    try:
+        compiled = kernel.warmup(grid=(1,), **arguments)
+    finally:
+        driver._active = before
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [_cuobjdump(), flag, file.name], capture_output=True, text=True, check=True, timeout=60
+            ).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared), sass

@@ -1,0 +1,95 @@
+"""Compiles the Hopper product as a launch would, without a GPU: each tuned config, and one of each other kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from compiling import Resources, compile_launch
+from fanfold.kernels.grouped.sm90 import product
+from fanfold.kernels.grouped.sm90.config import Sm90Config, check_config
+from fanfold.kernels.grouped.sm90.items import WorkItems
+from fanfold.kernels.grouped.sm90.launch import launch_arguments
+from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
+from fanfold.kernels.grouped.sm90.tuned import read_table
+from fanfold.spec import WeightFormat
+
+FEW = Sm90Config(32, 16, 1, 2, 256, 2, 1, True)
+MANY = Sm90Config(64, 16, 1, 2, 128, 3, 4, False)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the device compiles depends on nothing else."""
+
+    format: str
+    halves: int
+    n: int
+    k: int
+    config: Sm90Config
+    single: bool = False
+    chained: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        parts = [self.format, "gate_up" if self.halves == 2 else "down", f"k{self.k}", self.config.name]
+        parts += ["single"] if self.single else []
+        parts += [] if self.chained else ["unchained"]
+        parts += ["fp16"] if self.dtype == torch.float16 else []
+        return " ".join(parts)
+
+
+def tuned_kernels() -> list[Kernel]:
+    """Each once; the number of outputs is an argument."""
+    found: dict[Kernel, None] = {}
+    for row in read_table():
+        single = row.tokens == 1
+        for halves, k, config in ((2, row.hidden, row.gate_up), (1, row.intermediate, row.down)):
+            kernel = Kernel("gptq4-g128", halves, config.rows, k, config, single, row.chained)
+            found[replace(kernel, n=config.rows // halves)] = None
+    return list(found)
+
+
+def other_kernels() -> list[Kernel]:
+    """Other group sizes, zero points, fp16 and E2M1 codes; not tuned, but run on the device."""
+    return [
+        Kernel("gptq4-g32-asym-v1", 2, 64, 512, MANY),
+        Kernel("gptq4-g64-asym-v1", 1, 128, 512, FEW),
+        Kernel("gptq4-g64-asym-v1", 1, 128, 512, MANY, dtype=torch.float16),
+        Kernel("gptq4-g128", 2, 64, 512, FEW, dtype=torch.float16),
+        Kernel("nvfp4", 2, 64, 2048, replace(MANY, block_t=16, together=1)),
+        Kernel("mxfp4", 1, 128, 2048, replace(MANY, block_t=16, together=1)),
+    ]
+
+
+def compiled(kernel: Kernel) -> tuple[Resources, str]:
+    """Resources and SASS."""
+    weights = empty_weights(kernel.format, kernel.halves, kernel.n, kernel.k)
+    check_config("compile", kernel.config, weights)
+    config, rows = kernel.config, 16
+    if kernel.single:
+        items = torch.zeros(rows, dtype=torch.int32)
+        work = WorkItems(items, items, rows, 1, True)
+    else:
+        items = torch.zeros(rows // config.block_t + 1, dtype=torch.int64)
+        work = WorkItems(items, torch.zeros(len(items), config.block_t, dtype=torch.int32), rows, config.block_t, False)
+    y = torch.zeros(rows, kernel.n, dtype=kernel.dtype)
+    if config.parts > 1:
+        y = torch.zeros(config.parts, rows, kernel.n)
+    x = torch.zeros(rows, kernel.k, dtype=kernel.dtype)
+    top_k = 8 if kernel.halves == 2 else None
+    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k)
+    return compile_launch(product.grouped_int4_sm90, arguments, "sm_90")
+
+
+def empty_weights(name: str, halves: int, n: int, k: int) -> FragmentWeights:
+    fmt = WeightFormat.parse(name)
+    slabs = n * halves // 64
+    words = torch.zeros(1, slabs, k // 64, 512, dtype=torch.int32)
+    if fmt.kind in ("nvfp4", "mxfp4"):
+        scales = torch.zeros(1, slabs, k // 64, 64, 64 // fmt.group_size, dtype=torch.uint8)
+        return FragmentWeights(fmt, n, k, halves, words, scales, global_scale=torch.zeros(1, halves))
+    scales = torch.zeros(1, slabs, k // fmt.group_size, 64, dtype=torch.float16)
+    return FragmentWeights(fmt, n, k, halves, words, scales, None if fmt.symmetric else scales.to(torch.uint8))

@@ -1,0 +1,161 @@
+"""Wrong arguments of the Hopper product, each in turn: one error that names it, before "not available here"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sm90_jobs import projection
+
+from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.kernels.grouped.sm90.config import Sm90Config
+from fanfold.kernels.grouped.sm90.items import WorkItems
+from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
+from fanfold.kernels.grouped.sm90.prepare import prepare
+
+CONFIG = Sm90Config(16, 8, 1, 1, 128, 3, 1, True)
+Arguments = dict[str, Any]
+
+
+def items(rows: int, experts: int, tile: int = 16) -> WorkItems:
+    slots = rows // tile + experts
+    return WorkItems(torch.full((slots,), -1), torch.zeros(slots, tile, dtype=torch.int32), rows, tile, False)
+
+
+def arguments(name: str = "gptq4-g64-asym-v1", halves: int = 2) -> Arguments:
+    weights = prepare(projection(name, 3, halves, 128, 256))
+    return dict(x=torch.zeros(20, 256).bfloat16(), weights=weights, work=items(40, 3), top_k=2, config=CONFIG)
+
+
+def wrong_weights(**tensors: Any) -> Callable[[Arguments], Arguments]:
+    return lambda a: {
+        "weights": replace(
+            a["weights"], **{name: change(getattr(a["weights"], name)) for name, change in tensors.items()}
+        )
+    }
+
+
+def wrong_work(**fields: Any) -> Callable[[Arguments], Arguments]:
+    return lambda a: {"work": replace(a["work"], **fields)}
+
+
+WRONG: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
+    "x of another K": (lambda a: {"x": a["x"][:, :64]}, r"x: found bfloat16 \[20, 64\].*\[rows, 256\]"),
+    "x fp32": (lambda a: {"x": a["x"].float()}, r"x: found float32"),
+    "x of one axis": (lambda a: {"x": a["x"][0]}, r"x: found bfloat16 \[256\]"),
+    "x with gaps": (lambda a: {"x": torch.zeros(20, 512).bfloat16()[:, :256]}, r"x: found strides \(512, 1\)"),
+    "x off 16 bytes": (lambda a: {"x": torch.zeros(5121).bfloat16()[1:].view(20, 256)}, r"rows on 16 bytes"),
+    "x of more tokens": (lambda a: {"x": torch.zeros(21, 256).half()}, r"work: found 40 rows; expected 21 tokens"),
+    "top_k 0": (lambda a: {"top_k": 0}, r"tokens of x \* top_k 0"),
+    "another tile": (lambda a: {"work": items(40, 3, 8)}, r"work: found tiles of 8 rows; expected 16"),
+    "fewer experts": (lambda a: {"work": items(40, 2)}, r"work.items: found int64 \[4\]; .*\[5\]"),
+    "more experts": (lambda a: {"work": items(40, 4)}, r"work.items: found int64 \[6\]"),
+    "items int32": (wrong_work(items=torch.zeros(5).int()), r"work.items: found int32"),
+    "rows short": (wrong_work(rows=torch.zeros(4, 16).int()), r"work.rows: found int32 \[4, 16\]"),
+    "items elsewhere": (wrong_work(items=torch.zeros(5).long().to("meta")), r"work.items: found meta; expected cpu"),
+    "scales elsewhere": (wrong_weights(scales=lambda t: t.to("meta")), r"weights.scales: found meta"),
+    "words short": (wrong_weights(words=lambda t: t[:, :-1].contiguous()), r"weights.words: found int32 \[3, 3, 4"),
+    "words transposed": (wrong_weights(words=lambda t: t.transpose(1, 2)), r"weights.words: .*strides"),
+    "scales fp32": (wrong_weights(scales=lambda t: t.float()), r"weights.scales: found float32"),
+    "scales of other groups": (wrong_weights(scales=lambda t: t[:, :, :2].contiguous()), r"weights.scales: .*2, 64"),
+    "zeros int32": (wrong_weights(zeros=lambda t: t.int()), r"weights.zeros: found int32"),
+    "zeros missing": (wrong_weights(zeros=lambda t: None), r"weights.zeros: found nothing"),
+    "a global scale": (wrong_weights(global_scale=lambda t: torch.ones(3, 2)), r"weights.global_scale: .*nothing"),
+    "scales short by an expert": (wrong_weights(scales=lambda t: t[:-1]), r"weights.scales: found float16 \[2"),
+    "tiles too large": (lambda a: {"config": replace(CONFIG, warpgroups=4, slabs=2)}, r"multiples of 512"),
+    "K too short": (lambda a: {"config": replace(CONFIG, block_k=256)}, r"at least two steps"),
+    "K no multiple": (lambda a: {"config": replace(CONFIG, block_k=512)}, r"K in multiples of 512"),
+    "gate_up in parts": (lambda a: {"config": replace(CONFIG, block_k=64, parts=2)}, r"one part"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_gate_up(case: str) -> None:
+    change, message = WRONG[case]
+    given = arguments()
+    with pytest.raises(ArgumentError, match=message):
+        grouped_gate_up(**{**given, **change(given)})
+
+
+def test_right_arguments_reach_the_device() -> None:
+    with pytest.raises(UnavailableError, match="found tensors on cpu; expected an NVIDIA GPU"):
+        grouped_gate_up(**arguments())
+    given = arguments(halves=1)
+    del given["top_k"]
+    given["h"] = torch.zeros(40, 256).half()
+    del given["x"]
+    with pytest.raises(UnavailableError, match="found tensors on cpu"):
+        grouped_down(**given)
+
+
+def test_halves_and_rows_of_the_projection() -> None:
+    with pytest.raises(ArgumentError, match="weights: found 1 halves; expected 2"):
+        grouped_gate_up(**arguments(halves=1))
+    given = arguments()
+    with pytest.raises(ArgumentError, match="weights: found 2 halves; expected 1"):
+        grouped_down(given["x"], given["weights"], given["work"], CONFIG)
+    down = arguments(halves=1)
+    with pytest.raises(ArgumentError, match="h: found 20 rows; expected 40"):
+        grouped_down(down["x"], down["weights"], down["work"], CONFIG)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_fp4(name: str) -> None:
+    given = arguments(name)
+    with pytest.raises(ArgumentError, match="whole groups"):
+        grouped_gate_up(**given)
+    given["config"] = replace(CONFIG, scale_on_sum=False)
+    with pytest.raises(UnavailableError):
+        grouped_gate_up(**given)
+    with pytest.raises(ArgumentError, match=r"x: found float16.*bfloat16"):
+        grouped_gate_up(**{**given, "x": given["x"].half()})
+    with pytest.raises(ArgumentError, match="global_scale: found nothing"):
+        grouped_gate_up(**{**given, "weights": replace(given["weights"], global_scale=None)})
+
+
+def test_scales_of_32_inputs_are_not_applied_to_a_sum() -> None:
+    with pytest.raises(ArgumentError, match="whole groups, of 64 or more"):
+        grouped_gate_up(**arguments("gptq4-g32"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_t", 24),
+        ("smallest_t", 2),
+        ("smallest_t", 64),
+        ("warpgroups", 3),
+        ("slabs", 4),
+        ("block_k", 96),
+        ("stages", 1),
+        ("together", 0),
+        ("parts", 0),
+    ],
+)
+def test_config_fields(field: str, value: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"Sm90Config.{field}: found {value}"):
+        replace(CONFIG, **{field: value})
+
+
+def test_a_stage_that_is_still_read() -> None:
+    """Where weights are scaled, two stages would leave none to fill."""
+    with pytest.raises(ArgumentError, match=r"stages: found 2; expected one of \(3,"):
+        replace(CONFIG, scale_on_sum=False, stages=2)
+
+
+def test_an_odd_number_of_tiles() -> None:
+    """One fragment a turn, carried to the next turn, is overwritten while it is read."""
+    given = arguments("gptq4-g64")
+    given["weights"] = prepare(projection("gptq4-g64", 3, 2, 128, 192))
+    given["x"] = torch.zeros(20, 192).bfloat16()
+    with pytest.raises(ArgumentError, match="an even number of tiles"):
+        grouped_gate_up(**{**given, "config": Sm90Config(16, 8, 1, 1, 64, 3, 1, False)})
+
+
+def test_no_rows_and_no_experts_still_need_the_device() -> None:
+    given = arguments()
+    with pytest.raises(UnavailableError):
+        grouped_gate_up(**{**given, "x": given["x"][:0], "work": items(0, 3)})

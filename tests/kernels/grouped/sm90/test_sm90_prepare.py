@@ -1,0 +1,139 @@
+"""The prepared form of every format against formats.codec.dequantize, bit for bit; what is refused, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from sm90_jobs import FP4, INTEGERS, integers, projection, unpacked
+from torch import Tensor
+
+from fanfold.errors import ArgumentError, UnsupportedError
+from fanfold.formats.codec import dequantize_expert
+from fanfold.kernels.grouped.sm90.prepare import prepare
+from fanfold.spec import ProjectionWeights
+from samples import random_projection, sample
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("name", [*INTEGERS, *FP4])
+def test_c1_weights_are_those_of_the_file(name: str, halves: int) -> None:
+    for n, k in ((64, 128), (192, 256)):
+        weights = projection(name, 3, halves, n, k, seed=n)
+        made = prepare(weights)
+        assert (made.rows, made.k, made.num_experts) == (halves * n, k, 3)
+        for e in range(3):
+            values, scales = unpacked(made, e)
+            for half in range(halves):
+                expected = dequantize_expert(weights, e, half)
+                found = values[half] * scales[half]
+                if name in ("nvfp4", "nvfp4-divisor"):
+                    stored = weights.tensors["global_scale"][e, half]
+                    assert made.global_scale is not None
+                    factor = made.global_scale[e, half]
+                    assert factor == (1.0 / stored if name == "nvfp4-divisor" else stored)
+                    found = found / stored if name == "nvfp4-divisor" else found * factor
+                assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("name", ["gptq4-g64-asym-v1", "gptq4-g64-asym-v2", "awq4-g64-asym", "packed4-g64-asym"])
+def test_b25_every_zero_point_beside_every_other(name: str) -> None:
+    """Zeros of 0 borrow from the next field in v1 words; all pairs of neighbours occur."""
+    weights = integers(name, 2, 1, 1024, 256)
+    made = prepare(weights)
+    assert made.zeros is not None
+    seen = made.zeros[0].flatten(0, 1).reshape(-1, 64)
+    assert len({(a, b) for row in seen for a, b in pairwise(row.tolist())}) == 256
+    values, scales = unpacked(made, 1)
+    assert torch.equal(values[0] * scales[0], dequantize_expert(weights, 1, 0))
+
+
+def test_mxfp4_has_no_scale_of_a_matrix() -> None:
+    made = prepare(projection("mxfp4", 2, 2, 64, 64))
+    assert made.global_scale is not None
+    assert torch.equal(made.global_scale, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["gptqmodel_qwen3moe_w4_g32", "gptqmodel_qwen3moe_awq_gemm_g32", "ct_qwen3moe_nvfp4a16"]
+)
+def test_files_of_other_tools(name: str) -> None:
+    import fanfold
+
+    weights = fanfold.load_experts(sample(name), layer=0).weights
+    for packed in (weights.gate_up, weights.down):
+        if packed.n * packed.halves % 64 or packed.k % 64:
+            with pytest.raises(UnsupportedError, match="multiples of 64"):
+                prepare(packed)
+            continue
+        values, scales = unpacked(prepare(packed), 1)
+        stored = packed.tensors.get("global_scale")
+        for half in range(packed.halves):
+            found = values[half] * scales[half]
+            if stored is not None:
+                found = found / stored[1, half] if packed.format.divisor else found * stored[1, half]
+            assert torch.equal(found, dequantize_expert(packed, 1, half))
+
+
+REFUSED = {
+    "gptq4-g64-actorder": "act_order",
+    "gptq8-g64": "4-bit gptq, awq or packed",
+    "gptq4-channel": "group_size -1",
+    "bf16": "4-bit gptq, awq or packed",
+    "fp8-tensor": "4-bit gptq, awq or packed",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_formats_that_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=REFUSED[name]):
+        prepare(random_projection(name, 1, 1, 64, 128))
+
+
+def test_sizes_and_biases_that_are_refused() -> None:
+    for n, k in ((48, 128), (64, 96)):
+        with pytest.raises(UnsupportedError, match="multiples of 64"):
+            prepare(random_projection("gptq4-g32", 1, 1, n, k))
+    with pytest.raises(UnsupportedError, match="a bias"):
+        prepare(replace(projection("gptq4-g32", 1, 1, 64, 64), bias=torch.zeros(1, 1, 64)))
+
+
+def changed(weights: ProjectionWeights, name: str, value: Tensor) -> ProjectionWeights:
+    return replace(weights, tensors={**weights.tensors, name: value})
+
+
+def test_scales_that_would_be_read_wrong_are_refused() -> None:
+    weights = projection("packed4-g64", 1, 1, 64, 64)
+    scale = weights.tensors["scale"].clone()
+    scale[0, 0, 3] = 2.0**-30
+    with pytest.raises(UnsupportedError, match="1 that float16 does not hold, the first 9"):
+        prepare(changed(weights, "scale", scale))
+    nvfp4 = projection("nvfp4", 1, 1, 64, 64)
+    stored = nvfp4.tensors["scale"].view(torch.uint8).clone()
+    for byte in (0x7F, 0x80, 0xB8):
+        stored[0, 0, 5, 1] = byte
+        with pytest.raises(UnsupportedError, match=f"1 bytes over 126, the first {byte}"):
+            prepare(changed(nvfp4, "scale", stored.view(torch.float8_e4m3fn)))
+    mxfp4 = projection("mxfp4", 1, 1, 64, 64)
+    stored = mxfp4.tensors["scale"].clone()
+    stored[0, 0, 5, 1] = 137
+    with pytest.raises(UnsupportedError, match="1 bytes over 136, the first 137"):
+        prepare(changed(mxfp4, "scale", stored))
+
+
+def test_a_tensor_unlike_its_format() -> None:
+    weights = projection("gptq4-g64", 2, 2, 64, 128)
+    with pytest.raises(ArgumentError, match="qweight"):
+        prepare(changed(weights, "qweight", weights.tensors["qweight"][..., :-1].contiguous()))
+
+
+def test_no_experts() -> None:
+    weights = projection("gptq4-g64-asym-v1", 1, 2, 64, 64)
+    none = replace(weights, tensors={name: tensor[:0] for name, tensor in weights.tensors.items()})
+    assert prepare(none).words.shape == (0, 2, 1, 512)
