@@ -1,0 +1,91 @@
+"""The benchmark scripts start where no GPU is, and the stored results are what their README says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold.kernels.grouped.sm90.tuned import read_table
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "int4_layer.py"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (RESULTS / "README.md").read_text()
+FILES = sorted(RESULTS.glob("*.jsonl"))
+PRODUCT = {"shape", "T", "what", "us", "cfg"}
+LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
+# Values of a config by run, as the README has them.
+VALUES = {1: {5}, 2: {8}, 3: {10}, 5: {11}, 6: {10, 4}, 7: {10}, 9: {10, 6}, 11: {10, 5}}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
+
+
+def test_help() -> None:
+    done = run("--help")
+    assert done.returncode == 0, done.stderr
+    assert "every row of the tuned table is verified, then timed" in done.stdout
+    for option in re.findall(r"--\w+", (ROOT / "benchmarks" / "README.md").read_text()):
+        assert option in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it needs where there is no GPU")
+def test_without_a_gpu_it_says_what_it_needs() -> None:
+    done = run()
+    assert done.returncode == 1
+    assert "needs a Hopper GPU" in done.stderr
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_results_have_the_fields_of_their_page(path: Path) -> None:
+    number = int(path.stem.removeprefix("int4_run"))
+    assert f"| `{path.name}` |" in PAGE
+    lengths: set[int] = set()
+    for row in rows_of(path):
+        if row["what"] == "layer":
+            assert set(row) == LAYER | ({"group", "zeros"} if number == 11 else set())
+            configs = (row["c1"], row["c2"])
+        else:
+            assert set(row) == PRODUCT
+            configs = (row["cfg"],)
+        lengths |= {len(config) for config in configs if isinstance(config, list)}
+        assert isinstance(row["us"], float)
+    assert lengths == VALUES[number]
+
+
+def test_every_field_and_file_is_told() -> None:
+    assert {int(path.stem.removeprefix("int4_run")) for path in FILES} == set(VALUES)
+    for name in PRODUCT | LAYER | {"group", "zeros"}:
+        assert f"`{name}`" in PAGE
+    assert sum(path.stat().st_size for path in FILES) < 1_000_000
+
+
+def test_the_tuned_table_is_made_of_these_rows() -> None:
+    found = {(row["shape"], row["T"], number): row for number in (9, 11) for row in layer_rows(number)}
+    shapes = {128: "qwen3-30b", 8: "mixtral-8x7b", 32: "deepseek-v3/8"}
+    for tuned in read_table():
+        row = found[(shapes[tuned.experts], tuned.tokens, tuned.run)]
+        assert tuned.us["layer"] == round(min(row["us"], row["us_nopdl"]), 1)
+        assert tuned.chained == (row["us"] <= row["us_nopdl"])
+        for config, stored in ((tuned.gate_up, row["c1"]), (tuned.down, row["c2"])):
+            assert list(vars(config).values()) == stored[:9]
+
+
+def layer_rows(number: int) -> list[dict[str, Any]]:
+    return [row for row in rows_of(RESULTS / f"int4_run{number}.jsonl") if row["what"] == "layer"]
