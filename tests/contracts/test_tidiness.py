@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 TEXTS = [
     path
-    for folder in ("src", "tests", "docs", "examples")
+    for folder in ("src", "tests", "docs", "examples", "benchmarks")
     for pattern in ("*.py", "*.md", "*.json", "*.yaml")
     for path in sorted((ROOT / folder).rglob(pattern))
     if path.name != "tokenizer.json"
