@@ -42,8 +42,9 @@ def verify(
 
     Returns:
         `tolerance`; `layers`: for each expert layer its `layer`, `format` and `relative_error` (the worst over rows, on
-        the dense run's own inputs, as routed and once through every expert); `logits`: `relative_error` and `max_abs_difference` (worst over rows);
-        `base_rows_bit_equal`: whether the base row equals, bit for bit, the same batch without adapters; `ok`.
+        the dense run's own inputs, as routed and once through every expert); `logits`: `relative_error` and
+        `max_abs_difference` (worst over rows); `base_rows_bit_equal`: whether the base row equals, bit for bit, the
+        same batch without adapters; `ok`.
 
     Raises:
         FanfoldError: what load_model and AdapterPool.load raise.
