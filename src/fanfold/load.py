@@ -116,8 +116,7 @@ def compute_dtype(checkpoint: Checkpoint, dtype: torch.dtype | str | None) -> to
     Raises:
         ArgumentError: not bfloat16, float16 or float32.
     """
-    stated = checkpoint.config.fields.get("dtype") or checkpoint.config.fields.get("torch_dtype") or "bfloat16"
-    wanted = stated if dtype is None else dtype
+    wanted = (checkpoint.config.dtype or "bfloat16") if dtype is None else dtype
     found = wanted if isinstance(wanted, torch.dtype) else DTYPES.get(str(wanted).removeprefix("torch."))
     if found not in DTYPES.values():
         raise ArgumentError(

@@ -62,6 +62,20 @@ def test_quantization_config_at_either_place():
     assert config(quantization_config=None).quantization is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float16", "text_config": {"hidden_size": 64}}, "float16"),
+        ({"dtype": "float16", "text_config": {"dtype": "float32"}}, "float32"),
+    ],
+)
+def test_dtype_of_the_language_model_or_else_of_the_whole(fields: dict[str, object], expected: str | None):
+    assert config(**fields).dtype == expected
+
+
 @pytest.mark.parametrize("name", ["text_config", "quantization_config"])
 @pytest.mark.parametrize("value", [[], "x", 3, True])
 def test_objects_that_are_none(name: str, value: Any):

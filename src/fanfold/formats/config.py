@@ -49,12 +49,14 @@ class ModelConfig:
         fields: the object that describes the language model.
         quantization: `quantization_config`, from the top or from `text_config`.
         model_type: e.g. `qwen3_moe`, of the language model or else of the whole; empty where the file does not say.
+        dtype: `dtype` (older: `torch_dtype`), likewise; None where the file does not say.
     """
 
     path: str
     fields: Mapping[str, Any]
     quantization: Mapping[str, Any] | None
     model_type: str
+    dtype: object
 
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any]) -> ModelConfig:
@@ -66,7 +68,9 @@ class ModelConfig:
         fields = _object(path, config, "text_config") or config
         quantization = _object(path, config, "quantization_config") or _object(path, fields, "quantization_config")
         stated = fields.get("model_type") or config.get("model_type") or ""
-        return cls(path, fields, quantization, stated if isinstance(stated, str) and sound_name(stated) else "")
+        model_type = stated if isinstance(stated, str) and sound_name(stated) else ""
+        dtypes = (where.get(name) for where in (fields, config) for name in ("dtype", "torch_dtype"))
+        return cls(path, fields, quantization, model_type, next((dtype for dtype in dtypes if dtype), None))
 
     @property
     def hidden_size(self) -> int | None:
