@@ -23,6 +23,8 @@ from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ProjectionWeights
 
 LIBRARY = torch.library.Library("fanfold", "DEF")
+# A packed projection, as the schemas and as the functions here have it.
+Packed = tuple[str, Sequence[str], Sequence[Tensor], Tensor | None, int, int]
 PACKED = "str format, str[] names, Tensor[] tensors, Tensor? bias, int n, int k"
 
 
@@ -41,65 +43,28 @@ def plan_sort_fake(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     return offsets, sorted_rows, positions
 
 
-def grouped_gate_up(
-    x: Tensor,
-    expert_offsets: Tensor,
-    sorted_rows: Tensor,
-    top_k: int,
-    format: str,
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    n: int,
-    k: int,
-) -> Tensor:
-    """X [T, H] -> y1 [R, P*N] at sorted positions; row of x = token of the position."""
+def grouped_gate_up(x: Tensor, expert_offsets: Tensor, sorted_rows: Tensor, top_k: int, *packed: *Packed) -> Tensor:
+    """[T, H] -> y1 [R, P*N] at sorted positions; the row of x is the token of the position."""
     tokens = (sorted_rows // max(top_k, 1)).long()
-    return _product(x[tokens], expert_offsets, format, names, tensors, bias, n, k)
+    return _product(x[tokens], expert_offsets, _projection(*packed))
 
 
 def grouped_gate_up_fake(
-    x: Tensor,
-    expert_offsets: Tensor,
-    sorted_rows: Tensor,
-    top_k: int,
-    format: str,
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    n: int,
-    k: int,
+    x: Tensor, expert_offsets: Tensor, sorted_rows: Tensor, top_k: int, *packed: *Packed
 ) -> Tensor:
     """Shapes of grouped_gate_up."""
+    _, _, tensors, _, n, _ = packed
     return x.new_empty((sorted_rows.shape[0], tensors[0].shape[1] * n))
 
 
-def grouped_down(
-    h: Tensor,
-    expert_offsets: Tensor,
-    format: str,
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    n: int,
-    k: int,
-) -> Tensor:
-    """H [R, I] at sorted positions -> y2 [R, H] at sorted positions."""
-    return _product(h, expert_offsets, format, names, tensors, bias, n, k)
+def grouped_down(h: Tensor, expert_offsets: Tensor, *packed: *Packed) -> Tensor:
+    """[R, I] at sorted positions -> y2 [R, H] at sorted positions."""
+    return _product(h, expert_offsets, _projection(*packed))
 
 
-def grouped_down_fake(
-    h: Tensor,
-    expert_offsets: Tensor,
-    format: str,
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    n: int,
-    k: int,
-) -> Tensor:
+def grouped_down_fake(h: Tensor, expert_offsets: Tensor, *packed: *Packed) -> Tensor:
     """Shapes of grouped_down."""
-    return h.new_empty((h.shape[0], n))
+    return h.new_empty((h.shape[0], packed[4]))
 
 
 def activation(y1: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
@@ -123,24 +88,20 @@ def combine_fake(y2: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts
     return y2.new_empty((topk_ids.shape[0], y2.shape[1]))
 
 
-def _product(
-    x: Tensor,
-    expert_offsets: Tensor,
-    format: str,
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    bias: Tensor | None,
-    n: int,
-    k: int,
-) -> Tensor:
-    packed = dict(zip(names, tensors, strict=True))
-    projection = ProjectionWeights(WeightFormat.parse(format), n, k, packed, bias)
+def _projection(
+    name: str, names: Sequence[str], tensors: Sequence[Tensor], bias: Tensor | None, n: int, k: int
+) -> ProjectionWeights:
+    return ProjectionWeights(WeightFormat.parse(name), n, k, dict(zip(names, tensors, strict=True)), bias)
+
+
+def _product(x: Tensor, expert_offsets: Tensor, projection: ProjectionWeights) -> Tensor:
+    bias = projection.bias
     halves = [
         grouped(
             x,
             lambda e, p=p: dequantize_expert(projection, e, p),
             expert_offsets,
-            n,
+            projection.n,
             None if bias is None else bias[:, p],
         )
         for p in range(projection.halves)
