@@ -68,12 +68,17 @@ def test_constants_are_the_activations_own(alpha: float, limit: float, device: s
     check(4 * torch.randn(3, 80, device=device), Activation("clamped_swiglu", alpha, limit))
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_a_nan_is_not_hidden(kind: str, device: str) -> None:
     y1 = torch.ones(1, 8, device=device)
     y1[0, 1] = torch.nan  # a gate
     y1[0, 6] = torch.nan  # an up
     assert call(y1, Activation(kind)).isnan().tolist() == [[False, True, True, False]]
+
+
+def test_a_nan_is_not_hidden_without_a_gate(device: str) -> None:
+    y1 = torch.tensor([[-1.0, torch.nan, 2.0]], device=device)
+    assert call(y1, Activation("relu2")).isnan().tolist() == [[False, True, False]]
 
 
 @ALL_KINDS

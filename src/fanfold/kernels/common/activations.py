@@ -1,4 +1,4 @@
-"""Activations in fp32 (device functions)."""
+"""Activations in fp32 (device functions). A NaN stays one: on a GPU plain maximum and minimum would drop it."""
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 # (Triton's builtins carry no types.)
 
@@ -13,7 +13,7 @@ def activate(gate, up, alpha, limit, KIND: tl.constexpr):
     """The input of down from rounded outputs of gate and up, in fp32; relu2 reads `up` alone."""
     up = up.to(tl.float32)
     if KIND == "relu2":
-        up = tl.maximum(up, 0.0)
+        up = tl.maximum(up, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return up * up
     else:
         gate = gate.to(tl.float32)
@@ -25,6 +25,7 @@ def activate(gate, up, alpha, limit, KIND: tl.constexpr):
             return gate * tl.sigmoid(twice) * up
         else:
             tl.static_assert(KIND == "clamped_swiglu")
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
             return (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
