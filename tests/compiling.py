@@ -5,7 +5,6 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,7 @@ def compile_kernel(
     )
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [_cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
+    return _read(compiled)[0]
 
 
 def check_fits(resources: Resources, arch: str) -> None:
@@ -79,11 +70,21 @@ def check_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_BYTES[arch], f"more shared memory than {arch} has: {resources}"
 
 
-@cache
-def _cuobjdump() -> Path:
+def _read(compiled: Any) -> tuple[Resources, str]:
+    """What a compiled kernel takes, and its machine code, by the cuobjdump that triton brings."""
     import triton
 
-    return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared), sass
 
 
 class _Absent:
@@ -123,15 +124,4 @@ def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str) -> tupl
         compiled = kernel.warmup(grid=(1,), **arguments)
     finally:
         driver._active = before
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage, sass = (
-            subprocess.run(
-                [_cuobjdump(), flag, file.name], capture_output=True, text=True, check=True, timeout=60
-            ).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared), sass
+    return _read(compiled)

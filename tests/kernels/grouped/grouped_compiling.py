@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from pathlib import Path
-from typing import Any
-
 import torch
 
-from compiling import Resources
+from compiling import Resources, compile_launch
 from fanfold.formats import codec
 from fanfold.spec import Activation, ProjectionWeights, WeightFormat
 from fanfold.spec.launch import LaunchConfig
@@ -42,29 +36,8 @@ OTHERS = [
 N, K, EXPERTS, TOP_K = 256, 512, 2, 2
 
 
-class _Absent:
-    """The driver of a GPU that is not here; enough to compile."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # kernels are kept by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compiled(name: str, config: LaunchConfig, arch: int, dtype: torch.dtype, fused: bool) -> tuple[Resources, str]:
     """Resources and SASS of gate_up for one arch."""
-    import triton
-    from triton.runtime import driver
-
     from fanfold.kernels.grouped.launch import launch_arguments
     from fanfold.kernels.grouped.product import grouped_product
 
@@ -86,20 +59,4 @@ def compiled(name: str, config: LaunchConfig, arch: int, dtype: torch.dtype, fus
         top_k=TOP_K,
         activation=Activation("silu") if fused else None,
     )
-    before = driver._active
-    driver.set_active(_Absent(arch))
-    try:
-        kernel = grouped_product.warmup(grid=(1,), **arguments)
-    finally:
-        driver._active = before
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage, sass = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Resources(int(found[1]), int(found[2]), kernel.metadata.shared), sass
+    return compile_launch(grouped_product, arguments, f"sm_{arch}")
