@@ -41,8 +41,8 @@ def register_operands(sass: str) -> int:
 
 
 def names_of(arch: str) -> list[str]:
-    """All formats for the two kinds of instruction and table; for the other archs one of each table."""
-    return [*FORMATS, *OTHERS] if arch in ("sm_80", "sm_90") else FORMATS
+    """All formats on sm_90; elsewhere one of each way to read weights, as a config takes a second to compile."""
+    return [*FORMATS, *OTHERS] if arch == "sm_90" else FORMATS
 
 
 @pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch in ARCHS for name in names_of(arch)])
