@@ -50,7 +50,7 @@ def test_a_few_rows_on_an_h200_are_bound_by_reading() -> None:
         "format": "gptq4-g128",
         "arch": "sm_90",
         "rows": 4,
-        "chosen": None,
+        "chosen": "grouped_int4_sm90",
         "rejected": found["rejected"],
         "weight_bytes": read,
         "flops": 2 * 4 * 3 * H * INNER,
@@ -73,7 +73,8 @@ def test_experts_without_a_gate_have_two_products() -> None:
 
 def test_the_cpu_has_no_floor() -> None:
     found = explain((E, H, INNER), "mxfp4", "cpu", 16)
-    assert (found["chosen"], found["rejected"]) == ("reference", {})
+    assert found["chosen"] == "reference"
+    assert found["rejected"] == {"grouped_int4_sm90": "needs a Hopper GPU (sm_90)", "grouped": "needs an NVIDIA GPU"}
     assert (found["floor_us"], found["floor_of"]) == (None, None)
     assert explain((E, H, INNER), "mxfp4", 120, 16)["floor_us"] is None
 

@@ -148,9 +148,9 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 def test_the_implementation_of_a_gpu_is_asked_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert checked_device("cuda", "reference").type == "cuda"
-    with pytest.raises(UnavailableError, match="expert layer on sm_90"):
+    with pytest.raises(UnavailableError, match="expert layer on sm_75"):
         checked_device("cuda", "auto")
     with pytest.raises(UnavailableError, match="device cuda:1: found 1 CUDA devices"):
         checked_device("cuda:1", "reference")

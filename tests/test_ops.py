@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,36 +17,36 @@ from fanfold.errors import ArgumentError, InferenceOnlyError
 from fanfold.layers.reference import layer
 from fanfold.spec import Activation, ExpertWeights
 from fanfold.spec.weights import ProjectionWeights
-from samples import SILU, numbers, random_experts, random_routing, sample
+from graphs import check_replays
+from samples import SILU, numbers, random_experts, random_routing, relative_error, sample
 
 E, H, INNER, T, K = 6, 64, 32, 9, 2
 FORMATS = ["bf16", "gptq4-g32-asym-v1-actorder", "awq4-g32", "packed8-channel", "nvfp4", "mxfp4", "fp8-block32x32"]
+PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 # Inductor imports parts of torch that torch itself has deprecated.
 INDUCTOR = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
-Packed = tuple[str, list[str], list[Tensor], Tensor | None, int, int]
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def packed(projection: ProjectionWeights) -> Packed:
-    tensors = projection.tensors
-    return (
-        projection.format.name,
-        list(tensors),
-        list(tensors.values()),
-        projection.bias,
-        projection.n,
-        projection.k,
-    )
-
-
-def composed(x: Tensor, ids: Tensor, scores: Tensor, gate_up: Packed, down: Packed, activation: Activation) -> Tensor:
-    """The layer as a host composes it of ops."""
+def composed(weights: ExpertWeights, activation: Activation = SILU) -> Call:
+    """The layer as a host composes it of ops: x, ids, scores -> out."""
     fanfold = torch.ops.fanfold
-    offsets, rows, positions = fanfold.plan_sort(ids, E)
-    y1 = fanfold.grouped_gate_up(x, offsets, rows, ids.shape[1], *gate_up)
-    h = fanfold.activation(y1, activation.kind, activation.alpha, activation.limit)
-    y2 = fanfold.grouped_down(h, offsets, *down)
-    return fanfold.combine(y2[positions.long()], ids, scores, E)
+    gate_up, down = ops.packed(weights.gate_up), ops.packed(weights.down)
+    tiles = {
+        dtype: ops.plan_tile(weights.gate_up, dtype, T * K, gate_up[2][0].device)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    }
+
+    def run(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        tile = tiles[x.dtype]
+        offsets, rows, positions, work = fanfold.plan_sort(ids, E, tile)
+        y1 = fanfold.grouped_gate_up(x, offsets, rows, work, tile, ids.shape[1], *gate_up)
+        h = fanfold.activation(y1, activation.kind, activation.alpha, activation.limit)
+        y2 = fanfold.grouped_down(h, offsets, rows, work, tile, *down)
+        return fanfold.combine(y2[positions.long()], ids, scores, E)
+
+    return run
 
 
 def with_biases() -> ExpertWeights:
@@ -57,7 +58,18 @@ def with_biases() -> ExpertWeights:
     )
 
 
-def arguments(name: str) -> list[tuple[Any, ...]]:
+def on(weights: ExpertWeights, place: str) -> ExpertWeights:
+    """The same experts on a device."""
+
+    def moved(projection: ProjectionWeights) -> ProjectionWeights:
+        tensors = {name: tensor.to(place) for name, tensor in projection.tensors.items()}
+        bias = None if projection.bias is None else projection.bias.to(place)
+        return replace(projection, tensors=tensors, bias=bias)
+
+    return ExpertWeights(moved(weights.gate_up), moved(weights.down))
+
+
+def arguments(name: str, place: str = "cpu") -> list[tuple[Any, ...]]:
     """Several calls of each op: formats, dtypes, biases, no rows."""
     calls: list[tuple[Any, ...]] = []
     for tokens, dtype, weights, activation in (
@@ -65,18 +77,26 @@ def arguments(name: str) -> list[tuple[Any, ...]]:
         (T, torch.bfloat16, with_biases(), Activation("clamped_swiglu")),
         (0, torch.float16, random_experts("mxfp4", E, H, INNER, gated=False), Activation("relu2")),
     ):
-        x = numbers(tokens, H, dtype=dtype)
-        ids, scores = random_routing(tokens, K, E)
-        offsets, rows, positions = ops.plan_sort(ids, E)
-        y1 = ops.grouped_gate_up(x, offsets, rows, K, *packed(weights.gate_up))
-        h = ops.activation(y1, activation.kind, activation.alpha, activation.limit)
-        y2 = ops.grouped_down(h, offsets, *packed(weights.down))
+        weights = on(weights, place)
+        gate_up, down = ops.packed(weights.gate_up), ops.packed(weights.down)
+        x = numbers(tokens, H, dtype=dtype).to(place)
+        ids, scores = (part.to(place) for part in random_routing(tokens, K, E))
+        fanfold = torch.ops.fanfold
+        tile = ops.plan_tile(weights.gate_up, dtype, tokens * K, x.device)
+        offsets, rows, positions, work = fanfold.plan_sort(ids, E, tile)
+        y1 = fanfold.grouped_gate_up(x, offsets, rows, work, tile, K, *gate_up)
+        h = fanfold.activation(y1, activation.kind, activation.alpha, activation.limit)
+        y2 = fanfold.grouped_down(h, offsets, rows, work, tile, *down)
+        logits = numbers(tokens, E, seed=3, dtype=dtype).to(place)
+        bias = numbers(E, seed=4).to(place) if tokens else None
         calls.append(
             {
-                "plan_sort": (ids, E),
-                "grouped_gate_up": (x, offsets, rows, K, *packed(weights.gate_up)),
+                "route_topk": (logits, bias, K, "sigmoid", True, 2, 1, "top2_sum", 2.5),
+                "plan_sort": (ids, E, tile),
+                "plan_blocks": (ids, E, 16, dtype == torch.bfloat16),
+                "grouped_gate_up": (x, offsets, rows, work, tile, K, *gate_up),
                 "activation": (y1, activation.kind, activation.alpha, activation.limit),
-                "grouped_down": (h, offsets, *packed(weights.down)),
+                "grouped_down": (h, offsets, rows, work, tile, *down),
                 "combine": (y2[positions.long()], ids, scores, E),
             }[name]
         )
@@ -86,18 +106,19 @@ def arguments(name: str) -> list[tuple[Any, ...]]:
 @INDUCTOR
 @pytest.mark.parametrize("call", range(3))
 @pytest.mark.parametrize("name", ops.OPS)
-def test_opcheck(name: str, call: int) -> None:
+@PLACES
+def test_opcheck(place: str, name: str, call: int) -> None:
     op = getattr(torch.ops.fanfold, name).default
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, arguments(name)[call], test_utils=checks)
+    torch.library.opcheck(op, arguments(name, place)[call], test_utils=checks)
 
 
 @pytest.mark.parametrize("name", ops.OPS)
-def test_fakes_have_the_shapes_and_dtypes_of_the_results(name: str) -> None:
-    _, real, fake = ops.OPS[name]
-    for call in arguments(name):
+@PLACES
+def test_fakes_have_the_shapes_and_dtypes_of_the_results(place: str, name: str) -> None:
+    for call in arguments(name, place):
         meta = [_to_meta(value) for value in call]
-        found, expected = fake(*meta), real(*call)
+        found, expected = ops.OPS[name].fake(*meta), getattr(torch.ops.fanfold, name)(*call)
         for a, b in zip(_tuple(found), _tuple(expected), strict=True):
             assert (a.shape, a.dtype, a.is_contiguous()) == (b.shape, b.dtype, b.is_contiguous())
 
@@ -119,32 +140,48 @@ def test_the_ops_together_are_the_layer(name: str, dtype: torch.dtype) -> None:
     x = numbers(T, H, dtype=dtype)
     ids, scores = random_routing(T, K, E)
     ids[0, 0], ids[3, 1] = -1, E
-    found = composed(x, ids, scores, packed(weights.gate_up), packed(weights.down), SILU)
-    assert torch.equal(found, layer(x, ids, scores, weights, SILU))
+    assert torch.equal(composed(weights)(x, ids, scores), layer(x, ids, scores, weights, SILU))
 
 
 def test_the_ops_together_with_biases() -> None:
     weights, activation = with_biases(), Activation("clamped_swiglu")
     x = numbers(T, H)
     ids, scores = random_routing(T, K, E)
-    found = composed(x, ids, scores, packed(weights.gate_up), packed(weights.down), activation)
-    assert torch.equal(found, layer(x, ids, scores, weights, activation))
+    assert torch.equal(composed(weights, activation)(x, ids, scores), layer(x, ids, scores, weights, activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("name", [*FORMATS, "with biases"])
+def test_the_ops_together_are_the_layer_on_a_gpu(name: str, dtype: torch.dtype, error: float) -> None:
+    """Within the rounding of weights and results to the activations' dtype; replays with other routings are equal."""
+    weights = with_biases() if name == "with biases" else random_experts(name, E, H, INNER)
+    activation = Activation("clamped_swiglu") if name == "with biases" else SILU
+    run = composed(on(weights, "cuda"), activation)
+    batches: list[tuple[Tensor, ...]] = []
+    for seed in range(3):
+        ids, scores = random_routing(T, K, E, seed)
+        ids[0, 0], ids[3, 1] = -1, E
+        batches.append(tuple(part.cuda() for part in (numbers(T, H, seed=seed, dtype=dtype), ids, scores)))
+        expected = layer(numbers(T, H, seed=seed, dtype=dtype).float(), ids, scores, weights, activation)
+        assert relative_error(run(*batches[-1]).cpu().float(), expected) < error
+    check_replays(lambda *given: [run(*given)], batches)
 
 
 @INDUCTOR
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_for_any_number_of_tokens(backend: str) -> None:
-    weights = random_experts("gptq4-g32", E, H, INNER)
-    gate_up, down = packed(weights.gate_up), packed(weights.down)
+@PLACES
+def test_compiled_for_any_number_of_tokens(place: str, backend: str) -> None:
+    whole = composed(on(random_experts("gptq4-g32", E, H, INNER), place))
 
     def run(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-        return composed(2 * x, ids, scores, gate_up, down, SILU) + x
+        return whole(2 * x, ids, scores) + x
 
     torch._dynamo.reset()
     counter = _Counter(backend)
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     for tokens in (5, 9, 33):
-        given = numbers(tokens, H), *random_routing(tokens, K, E)
+        given = [part.to(place) for part in (numbers(tokens, H), *random_routing(tokens, K, E))]
         for tensor in given:
             torch._dynamo.mark_dynamic(tensor, 0)  # an error where something fixes the number of tokens
         assert torch.equal(compiled(*given), run(*given))
@@ -153,12 +190,7 @@ def test_compiled_for_any_number_of_tokens(backend: str) -> None:
 
 @INDUCTOR
 def test_compiled_with_every_size_dynamic() -> None:
-    weights = random_experts("gptq4-g32", E, H, INNER)
-    gate_up, down = packed(weights.gate_up), packed(weights.down)
-
-    def run(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-        return composed(x, ids, scores, gate_up, down, SILU)
-
+    run = composed(random_experts("gptq4-g32", E, H, INNER))
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (5, 1, 33, 0):
@@ -181,7 +213,7 @@ class _Counter:
 FRESH = """
 import torch, fanfold
 ids = torch.tensor([[2, 0], [0, -1]])
-run = torch.compile(lambda ids: torch.ops.fanfold.plan_sort(ids, 3)[1] + 1, fullgraph=True, backend="aot_eager")
+run = torch.compile(lambda ids: torch.ops.fanfold.plan_sort(ids, 3, 16)[1] + 1, fullgraph=True, backend="aot_eager")
 print(run(ids).tolist())
 """
 
@@ -191,10 +223,10 @@ def test_the_first_compile_of_a_process() -> None:
     assert run.stdout.strip() == "[2, 3, 1, 4]", run.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in ops.OPS if name != "plan_sort"])
+@pytest.mark.parametrize("name", ["route_topk", "grouped_gate_up", "grouped_down", "activation", "combine"])
 def test_backward_raises(name: str) -> None:
     first, *rest = arguments(name)[0]
-    out = getattr(torch.ops.fanfold, name)(first.clone().requires_grad_(), *rest)
+    out = _tuple(getattr(torch.ops.fanfold, name)(first.clone().requires_grad_(), *rest))[-1]
     assert out.requires_grad
     with pytest.raises(InferenceOnlyError, match=r"torch\.no_grad"):
         out.sum().backward()
@@ -215,5 +247,5 @@ def test_ops_of_a_checkpoint_equal_its_experts() -> None:
     experts = load_experts(sample("gptq-int4"), layer=2, dtype=torch.float32)
     x = numbers(T, experts.shape.hidden)
     ids, scores = random_routing(T, 4, E)
-    found = composed(x, ids, scores, packed(experts.weights.gate_up), packed(experts.weights.down), SILU)
+    found = composed(experts.weights)(x, ids, scores)
     assert torch.equal(found, experts(x, ids, scores))

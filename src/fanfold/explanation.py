@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
+
 from fanfold.errors import ArgumentError
 from fanfold.formats.codec import shapes
 from fanfold.select import arch_name, verdicts
 from fanfold.spec.arch import ARCHS
+from fanfold.spec.job import LayerJob
 from fanfold.spec.shape import ExpertShape
 from fanfold.spec.verdict import Accepted, Rejected
 from fanfold.spec.weight_format import WeightFormat
@@ -20,6 +23,8 @@ def explain(
     rows: int,
 ) -> dict[str, Any]:
     """The implementation that runs a layer, the ones that don't and why, bytes, flops and the floor.
+
+    Activations are bf16; between gate_up and down is SiLU (relu2 without a gate).
 
     Args:
         shape: the layer's sizes, or (num_experts, hidden, intermediate).
@@ -41,7 +46,8 @@ def explain(
     name = arch_name(arch)
     if rows < 0:
         raise ArgumentError("rows", found=str(rows), expected="0 or more", next_step="Pass tokens * top_k.")
-    found = verdicts(name)
+    activation = "silu" if shape.gated else "relu2"
+    found = verdicts(LayerJob(shape, fmt, fmt, activation, torch.bfloat16), name)
     experts = min(shape.num_experts, rows)
     bytes_read = experts * (
         shape.halves * matrix_bytes(fmt, shape.intermediate, shape.hidden)

@@ -11,7 +11,7 @@ from fanfold.errors import ArgumentError, CheckpointWarning, UnavailableError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.evidence import zero_point_warning
 from fanfold.layers.experts import Experts, arch_of
-from fanfold.select import choose
+from fanfold.select import check
 from fanfold.spec.activation import Activation
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -23,6 +23,7 @@ def load_experts(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str | None = None,
     implementation: str = "auto",
+    batch_invariant: bool = False,
 ) -> Experts:
     """The experts of one layer of a checkpoint, packed, without transformers.
 
@@ -31,7 +32,8 @@ def load_experts(
         layer: the layer's number.
         device: where the weights go.
         dtype: of the activations, by which adapters are kept; None takes the one config.json names.
-        implementation: "auto", or "reference".
+        implementation: "auto", or the name of one: see Experts.
+        batch_invariant: see Experts.
 
     Returns:
         A fanfold.Experts.
@@ -46,7 +48,8 @@ def load_experts(
     target = checked_device(device, implementation)
     checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
-    return build_experts(checkpoint, layer, checkpoint.config.activation, chosen, target, implementation)
+    activation = checkpoint.config.activation
+    return build_experts(checkpoint, layer, activation, chosen, target, implementation, batch_invariant)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -65,6 +68,7 @@ def build_experts(
     dtype: torch.dtype,
     device: torch.device,
     implementation: str,
+    batch_invariant: bool,
     path: str | None = None,
 ) -> Experts:
     """Reads one layer's experts onto a device; `path` is the module's name in the model (None: as in the file)."""
@@ -73,6 +77,7 @@ def build_experts(
         checkpoint.read_experts(layer),
         activation,
         dtype=dtype,
+        batch_invariant=batch_invariant,
         path=path or tensors.container,
         interleaved=checkpoint.config.interleaved,
         transposed=checkpoint.config.transposed,
@@ -106,7 +111,7 @@ def checked_device(device: str | torch.device, implementation: str) -> torch.dev
             expected="that device, and a CUDA build of torch",
             next_step='Pass device="cpu".',
         )
-    choose(arch_of(found), implementation)
+    check(arch_of(found), implementation)
     return found
 
 

@@ -199,4 +199,4 @@ def _delta(pair: LoraPair) -> Tensor:
 
 
 def _formats(experts: Experts) -> str:
-    return ", ".join(dict.fromkeys((experts.weights.gate_up.format.name, experts.weights.down.format.name)))
+    return ", ".join(dict.fromkeys(fmt.name for fmt in experts.formats))

@@ -44,11 +44,11 @@ def test_one_id_a_token() -> None:
     assert as_list(made.ids_for([3, 1, 2, 64])) == [2, 2, -1, -1, 0, 0]  # heads between batch and sequence
 
 
-def test_a_list_of_base_rows_gives_no_ids_but_has_a_length() -> None:
+def test_a_list_of_base_rows_has_a_length() -> None:
     made = rows([-1, -1])
     made.begin(2, 4)
-    assert made.ids(8) is None
-    assert made.ids_for([2, 4, 8]) is None
+    assert as_list(made.ids(8)) == [-1] * 8
+    assert as_list(made.ids_for([2, 4, 8])) == [-1] * 8
     with pytest.raises(ArgumentError):
         made.begin(3, 4)
 
@@ -65,7 +65,7 @@ def test_a_list_of_wrong_length(batch: int) -> None:
 def test_an_empty_list() -> None:
     made = rows([])
     made.begin(0, 5)
-    assert made.ids(0) is None
+    assert as_list(made.ids(0)) == []
     with pytest.raises(ArgumentError, match="0 names for a batch of 2 rows"):
         made.begin(2, 5)
     with made.expanding(0), pytest.raises(ArgumentError, match="0 names for a batch of 2 rows"):
@@ -135,3 +135,42 @@ def test_the_list_is_copied() -> None:
     made = rows(given)
     given[0] = 7
     assert made.slots == [1, 2]
+
+
+def test_ids_stay_at_one_address_and_their_tail_is_refilled() -> None:
+    """A captured graph of more rows reads the base behind a shorter list, not what a longer one has left there."""
+    made = rows([1, 2, 3, 4])
+    where = made.entries.data_ptr()
+    made.set([7])
+    assert made.entries.data_ptr() == where
+    assert made.entries[:5].tolist() == [7, -1, -1, -1, -1]
+    made.set(None)
+    assert bool((made.entries == -1).all())
+
+
+def test_one_token_a_row_copies_nothing() -> None:
+    made = rows([2, -1, 0])
+    made.begin(3, 1)
+    ids = made.ids(3)
+    assert ids is not None
+    assert ids.data_ptr() == made.entries.data_ptr()
+
+
+def test_a_list_that_does_not_fit() -> None:
+    made = rows([1])
+    with pytest.raises(ArgumentError, match="65537 names; expected at most 65536"):
+        made.set([0] * 65537)
+    assert made.slots == [1]
+
+
+def test_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        made = Rows()
+    made.set([3])
+    assert as_list(made.ids(1)) == [3]
+
+
+def test_moved() -> None:
+    made = rows([3])
+    made.move(torch.device("meta"))
+    assert made.entries.device.type == "meta"

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fanfold.errors import ArgumentError
-from fanfold.layers.backward import without_backward
+from fanfold.errors import ArgumentError, UnavailableError, UnsupportedError
+from fanfold.layers.implementations import Implementation, implement
+from fanfold.layers.op import number_of
 from fanfold.layers.reference import layer
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
-from fanfold.select import choose
+from fanfold.select import choose, verdicts
 from fanfold.spec.activation import Activation
+from fanfold.spec.job import LayerJob
 from fanfold.spec.lora import LoraPair
 from fanfold.spec.shape import ExpertShape
+from fanfold.spec.verdict import Rejected
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+LOG = logging.getLogger("fanfold")
 
 
 class Experts(nn.Module):
@@ -30,13 +36,21 @@ class Experts(nn.Module):
         weights: the packed experts.
         activation: between gate_up and down.
         dtype: of the activations; LoRA pairs are kept in it.
-        implementation: "auto", or "reference" for the readable torch version.
+        implementation: "auto", or the name of one: "reference" is the readable torch version, the others are those
+            that `fanfold.explain` lists.
+        batch_invariant: on a GPU, one config for any number of rows: a row's bits then depend on no other row.
         path: the module's name in the model, by which adapters find it.
         interleaved: adapters of fused gate_up rows alternate gate and up (gpt-oss).
         transposed: the model's own parameters are (E, inputs, outputs); tells the layout of old adapters.
 
+    Attributes:
+        implementation: the name of the one that runs. A log line of `fanfold` says why.
+        formats: how gate_up and down are packed.
+        biased: whether gate_up and down have biases.
+
     Raises:
         ArgumentError, UnavailableError: no such implementation, or none for the weights' device.
+        UnsupportedError: the implementation asked for does not run these weights.
     """
 
     def __init__(
@@ -46,31 +60,47 @@ class Experts(nn.Module):
         *,
         dtype: torch.dtype,
         implementation: str = "auto",
+        batch_invariant: bool = False,
         path: str = "experts",
         interleaved: bool = False,
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.weights = weights
         self.activation = activation
         self.dtype = dtype
         self.path = path
         self.interleaved = interleaved
         self.transposed = transposed
-        self.requested = implementation
-        self.implementation = choose(arch_of(self.device), implementation)
+        self.batch_invariant = batch_invariant
+        self.shape: ExpertShape = weights.shape
+        self.formats = weights.gate_up.format, weights.down.format
+        self.biased = weights.gate_up.bias is not None, weights.down.bias is not None
         self.adapter_rows = Rows()
         self.pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
+        self.requested = implementation
+        self.number = number_of(self)
+        self._place(weights)
 
     @property
-    def shape(self) -> ExpertShape:
-        """The layer's sizes."""
-        return self.weights.shape
+    def weights(self) -> ExpertWeights:
+        """The packed weights, as they lie on disk.
+
+        Raises:
+            UnavailableError: the implementation keeps them in a form of its own.
+        """
+        if self._packed is None:
+            raise UnavailableError(
+                f"packed weights of {self.path}",
+                found=f"weights repacked for {self.implementation}",
+                expected="weights as they lie on disk",
+                next_step='Load the checkpoint with implementation="grouped", or on the CPU.',
+            )
+        return self._packed
 
     @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(iter(self.weights.down.tensors.values())).device
+    def nbytes(self) -> int:
+        """Resident bytes of the weights."""
+        return self.weights.nbytes if self._kernels is None else self._kernels.nbytes
 
     @property
     def adapter_sites(self) -> Mapping[str, Site]:
@@ -109,33 +139,74 @@ class Experts(nn.Module):
             InferenceOnlyError: on backward through the result.
         """
         self._check(hidden, topk_ids, topk_weights, adapter_ids)
-        with torch.no_grad():
-            out = run_eagerly(self, hidden, topk_ids, topk_weights, adapter_ids)
-        return without_backward(out, hidden, topk_weights)
+        if adapter_ids is None:
+            adapter_ids = self.adapter_rows.ids(hidden.shape[0])
+        return torch.ops.fanfold.experts(hidden, topk_ids, topk_weights, adapter_ids, self.number)
+
+    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None) -> Tensor:
+        """`forward` behind its checks: what torch.ops.fanfold.experts calls."""
+        if self._kernels is None:
+            return layer(hidden, topk_ids, topk_weights, self.weights, self.activation, self.pairs, adapter_ids)
+        return self._kernels.run(hidden, topk_ids, topk_weights)
 
     def extra_repr(self) -> str:
         """Formats and sizes."""
         shape = self.shape
-        formats = dict.fromkeys((self.weights.gate_up.format.name, self.weights.down.format.name))
+        formats = dict.fromkeys(fmt.name for fmt in self.formats)
         return (
             f"{', '.join(formats)}, E={shape.num_experts}, H={shape.hidden}, I={shape.intermediate}, "
             f"{self.activation.kind}, implementation={self.implementation}"
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.number = number_of(self)  # a copy is a layer of its own
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves the packed weights with the module; casts (`.to(dtype)`, `.half()`) leave them as they are.
 
         Raises:
-            ArgumentError: a cast that means packed words too (`.type(dtype)`).
+            ArgumentError: a cast that means packed words too (`.type(dtype)`), or a move of repacked weights.
         """
         super()._apply(fn, recurse)
-        self.weights = ExpertWeights(_moved(self.weights.gate_up, fn), _moved(self.weights.down, fn))
         self.pairs = {
             name: {key: replace(pair, a=_move(pair.a, fn), b=_move(pair.b, fn)) for key, pair in pairs.items()}
             for name, pairs in self.pairs.items()
         }
-        self.implementation = choose(arch_of(self.device), self.requested)
+        device = _move(torch.empty(0, dtype=torch.uint8, device=self.device), fn).device
+        if self._packed is not None:
+            self._place(ExpertWeights(_moved(self._packed.gate_up, fn), _moved(self._packed.down, fn)))
+        elif device != self.device:
+            raise ArgumentError(
+                f"{self.path}: device",
+                found=f"a move to {device} of weights repacked for {self.implementation}",
+                expected=f"weights that stay on {self.device}",
+                next_step=f'Load the checkpoint again with device="{device}".',
+            )
         return self
+
+    def _place(self, weights: ExpertWeights) -> None:
+        """Takes the weights where they are: chooses what runs them there, and prepares that."""
+        self.device = next(iter(weights.down.tensors.values())).device
+        self.adapter_rows.move(self.device)
+        job = LayerJob(self.shape, *self.formats, self.activation.kind, self.dtype)
+        arch = arch_of(self.device)
+        chosen = choose(job, arch, self.requested)
+        reasons = {v.kernel: v.reason for v in verdicts(job, arch, self.requested) if isinstance(v, Rejected)}
+        kernels: Implementation | None = None
+        if chosen != "reference":
+            try:
+                kernels = implement(chosen, weights, self.activation, self.batch_invariant)
+            except UnsupportedError as error:  # values that no format tells of, such as scales out of its range
+                if self.requested != "auto":
+                    raise
+                reasons[chosen] = f"{error.found}; runs {error.expected}"
+                chosen = "grouped"
+                kernels = implement(chosen, weights, self.activation, self.batch_invariant)
+        self.implementation = chosen
+        self._kernels = kernels
+        self._packed = weights if kernels is None else kernels.packed
+        _log(f"{chosen} runs {job.gate_up} experts on {arch}", tuple(reasons.items()))
 
     def _check(self, hidden: Tensor, ids: Tensor, weights: Tensor, adapter_ids: Tensor | None) -> None:
         tokens = hidden.shape[0] if hidden.dim() else 0
@@ -158,18 +229,10 @@ class Experts(nn.Module):
                 )
 
 
-def _run(
-    experts: Experts, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None
-) -> Tensor:
-    if adapter_ids is None:
-        rows = experts.adapter_rows.ids(hidden.shape[0])
-        adapter_ids = None if rows is None else rows.to(hidden.device)
-    return layer(hidden, topk_ids, topk_weights, experts.weights, experts.activation, experts.pairs, adapter_ids)
-
-
-# The reference reads sizes on the host, step by step, and the rows' adapters change from call to call: torch.compile
-# calls both as they are, instead of compiling them anew for every list of adapters.
-run_eagerly = cast("Callable[..., Tensor]", torch.compiler.disable(_run))
+@cache
+def _log(what: str, reasons: tuple[tuple[str, str], ...]) -> None:
+    """One line for all layers that are alike."""
+    LOG.info("%s%s", what, "".join(f"; not {name}: {reason}" for name, reason in reasons))
 
 
 def arch_of(device: torch.device) -> str:

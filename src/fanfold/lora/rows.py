@@ -13,26 +13,35 @@ from torch import Tensor
 from fanfold.errors import ArgumentError
 
 
+CAPACITY = 65536
+"""Most entries of a list."""
+
+
 class Rows:
     """The adapter slot of each row of a batch, and the geometry of the forward that is running.
 
     A model calls `begin` before each forward; its layers then ask for one id a token. A layer on its own
     never calls it: there a row of the batch is a token.
 
+    A captured CUDA graph reads the ids where they are: they stay at one address, and a replay follows the list of the
+    moment. Capture inside a `using` block; outside, a forward asks for no ids at all.
+
     Args:
-        device: where the ids are made.
+        device: where the ids are.
 
     Attributes:
         holder: the pool whose slots these are.
+        entries: int32 [CAPACITY], the slots of the current list, -1 behind its end.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.holder: weakref.ref[object] | None = None  # weak: a copy of a layer leaves its pool behind
-        self._device = torch.device(device)
         self._slots: list[int] | None = None
+        self._count: int | None = None  # entries of the list; what a compiler may look at
         self._expanding = False
         self._forward: tuple[int, int] | None = None  # batch, seq
-        self._ids: Tensor | None = None  # int32 [batch], the slot of each row; None = base for all
+        with torch.inference_mode(False):  # else it could be changed in that mode alone
+            self.entries = torch.full((CAPACITY,), -1, dtype=torch.int32, device=device)
 
     @property
     def slots(self) -> list[int] | None:
@@ -40,10 +49,29 @@ class Rows:
         return None if self._slots is None else list(self._slots)
 
     def set(self, slots: Sequence[int] | None) -> None:
-        """Makes `slots` the current list."""
-        self._slots = None if slots is None else list(slots)
+        """Makes `slots` the current list.
+
+        Raises:
+            ArgumentError: it has more than CAPACITY entries.
+        """
+        listed = list(slots or ())
+        if len(listed) > CAPACITY:
+            raise ArgumentError(
+                "using list",
+                found=f"{len(listed)} names",
+                expected=f"at most {CAPACITY}",
+                next_step="Run the batch in parts.",
+            )
+        self._slots = None if slots is None else listed
+        self._count = None if slots is None else len(listed)
         self._forward = None
-        self._ids = self._row_ids(1)
+        self.entries.fill_(-1)  # the tail too: a captured graph may have more rows than this list
+        self.entries[: len(listed)].copy_(torch.tensor(listed, dtype=torch.int32))
+
+    def move(self, device: torch.device) -> None:
+        """Keeps the ids on another device from now on."""
+        if device != self.entries.device:
+            self.entries = self.entries.to(device)
 
     def begin(self, batch: int, seq: int) -> None:
         """Notes that a forward over `batch` rows of `seq` tokens starts.
@@ -52,13 +80,12 @@ class Rows:
             ArgumentError: the current list has another length. Inside `expanding`, whole multiples are rows
                 that generate has repeated (beams, return sequences), each next to its copies.
         """
-        times = 1
-        if self._slots is not None and len(self._slots) != batch:
-            times = batch // len(self._slots) if self._expanding and self._slots else 0
-            if times == 0 or times * len(self._slots) != batch:
+        count = self._count
+        if count is not None and count != batch:
+            times = batch // count if self._expanding and count else 0
+            if times == 0 or times * count != batch:
                 raise self._wrong_length(f"a batch of {batch} rows")
         self._forward = batch, seq
-        self._ids = self._row_ids(times)
 
     @contextmanager
     def expanding(self, batch: int) -> Generator[None]:
@@ -67,7 +94,7 @@ class Rows:
         Raises:
             ArgumentError: the current list has another length than `batch`.
         """
-        if self._slots is not None and len(self._slots) != batch:
+        if self._count is not None and self._count != batch:
             raise self._wrong_length(f"a batch of {batch} rows")
         before, self._expanding = self._expanding, True
         try:
@@ -79,22 +106,22 @@ class Rows:
         """The slot of each token of a flattened input [tokens, H].
 
         Returns:
-            int32 [tokens], -1 = base; None = base for all.
+            int32 [tokens], -1 = base; None without a list: base for all.
 
         Raises:
             ArgumentError: `tokens` is not batch * seq of the running forward, or, without one, not the length
                 of the list.
         """
-        if self._slots is None:
+        if self._count is None:
             return None
         if self._forward is None:
-            if tokens != len(self._slots):
+            if tokens != self._count:
                 raise self._wrong_length(f"{tokens} tokens")
-            return self._ids
-        batch, seq = self._forward
-        if tokens != batch * seq:
-            raise self._unlike_forward(f"{tokens} tokens", f"{batch} * {seq}")
-        return None if self._ids is None else self._ids.repeat_interleave(seq)
+        else:
+            batch, seq = self._forward
+            if tokens != batch * seq:
+                raise self._unlike_forward(f"{tokens} tokens", f"{batch} * {seq}")
+        return self._repeated(tokens)
 
     def ids_for(self, shape: Sequence[int]) -> Tensor | None:
         """The slot of each position of an input [B, S', H], [B, ..., H] or [T, H], in order, int32.
@@ -105,26 +132,24 @@ class Rows:
         Raises:
             ArgumentError: the shape is of another batch, longer than seq, or of one dimension.
         """
-        if self._slots is None:
+        if self._count is None:
             return None
         if len(shape) == 2:
             return self.ids(shape[0])
-        batch, seq = self._forward or (len(self._slots), shape[1] if len(shape) == 3 else 0)
+        batch, seq = self._forward or (self._count, shape[1] if len(shape) == 3 else 0)
         if len(shape) < 3 or shape[0] != batch or (len(shape) == 3 and shape[1] > seq):
             raise self._unlike_forward(f"an input of shape {list(shape)}", f"[{batch}, up to {seq}, H]")
-        return None if self._ids is None else self._ids.repeat_interleave(math.prod(shape[1:-1]))
+        return self._repeated(math.prod(shape[:-1]))
 
-    def _row_ids(self, times: int) -> Tensor | None:
-        if self._slots is None or all(slot < 0 for slot in self._slots):
-            return None
-        ids = torch.tensor(self._slots, dtype=torch.int32, device=self._device)
-        return ids.repeat_interleave(times)
+    def _repeated(self, tokens: int) -> Tensor:
+        """One id a token: the tokens of an entry lie next to each other, and so do copies of a row."""
+        count = self._count or 1
+        return self.entries[: self._count, None].expand(-1, tokens // count).reshape(tokens)
 
     def _wrong_length(self, found: str) -> ArgumentError:
-        names = 0 if self._slots is None else len(self._slots)
         return ArgumentError(
             "using list of wrong length",
-            found=f"{names} names for {found}",
+            found=f"{self._count} names for {found}",
             expected="one name (or None) for each row",
             next_step="Pass using() as many entries as the batch has rows.",
         )

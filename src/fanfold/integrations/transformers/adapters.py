@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -69,9 +68,7 @@ def _note_rows(rows: Rows) -> Callable[..., None]:
         if isinstance(inputs, Tensor):
             rows.begin(inputs.shape[0], inputs.shape[1])
 
-    return cast(
-        "Callable[..., None]", torch.compiler.disable(hook)
-    )  # the batch's size is data, not a reason to compile
+    return hook
 
 
 def _expanding(generate: Callable[..., Any], rows: Rows) -> Callable[..., Any]:

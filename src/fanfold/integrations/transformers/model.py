@@ -78,6 +78,7 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str | None = None,
     implementation: str = "auto",
+    batch_invariant: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """A transformers model whose experts are fanfold's and stay packed; all else is transformers' own.
@@ -89,7 +90,8 @@ def load_model(
         path: the checkpoint directory.
         device: where the model goes.
         dtype: of activations and unpacked weights: bfloat16, float16 or float32; None takes the one of config.json.
-        implementation: "auto", or "reference".
+        implementation: "auto", or the name of one: see fanfold.Experts.
+        batch_invariant: see fanfold.Experts.
         progress: called with (done, total, what) while loading.
 
     Returns:
@@ -112,8 +114,10 @@ def load_model(
             progress(done, len(places), f"experts of {name}")
         original = place.original[0]
         activation = activation_of(original)
-        experts = build_experts(checkpoint, layer_number(name), activation, chosen, target, implementation, name)
-        check_place(checkpoint, name, original, experts.weights)
+        experts = build_experts(
+            checkpoint, layer_number(name), activation, chosen, target, implementation, batch_invariant, name
+        )
+        check_place(checkpoint, name, original, experts)
         model.set_submodule(name, experts)
     if progress is not None:
         progress(len(places), len(places), "experts")

@@ -15,7 +15,6 @@ from fanfold.errors import MissingExpertsError, TensorError, UnsupportedError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.integrations.transformers.quantizer import EmptyPlace
 from fanfold.spec.activation import Activation
-from fanfold.spec.weights import ExpertWeights
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -113,7 +112,7 @@ def no_places(checkpoint: Checkpoint, model_class: str, found: str) -> Unsupport
     )
 
 
-def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, weights: ExpertWeights) -> None:
+def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, experts: Experts) -> None:
     """The experts have the sizes, and biases where, the model's own would have.
 
     Raises:
@@ -121,7 +120,7 @@ def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, weights:
         TensorError: other sizes, or biases in one of the two alone.
     """
     host = cast("Any", original)
-    shape = weights.shape
+    shape = experts.shape
     if shape.num_experts < host.num_experts:
         raise MissingExpertsError(
             f"{checkpoint.path}: {name}",
@@ -131,7 +130,7 @@ def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, weights:
         )
     down = cast("list[int]", list(host.down_proj.shape))
     hidden, intermediate = reversed(down[1:]) if host.is_transposed else down[1:]
-    found = (shape.num_experts, shape.hidden, shape.intermediate, shape.gated, _biases(weights))
+    found = (shape.num_experts, shape.hidden, shape.intermediate, shape.gated, experts.biased)
     expected = (down[0], hidden, intermediate, bool(host.has_gate), (bool(host.has_bias), bool(host.has_bias)))
     if found != expected:
         raise TensorError(
@@ -140,10 +139,6 @@ def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, weights:
             expected=f"{_described(*expected)}, as config.json states",
             next_step="config.json and the weights are of different checkpoints: fetch both again.",
         )
-
-
-def _biases(weights: ExpertWeights) -> tuple[bool, bool]:
-    return weights.gate_up.bias is not None, weights.down.bias is not None
 
 
 def _described(experts: int, hidden: int, intermediate: int, gated: bool, biases: tuple[bool, bool]) -> str:

@@ -1,0 +1,56 @@
+"""The layer with the Hopper product: 4-bit weights, repacked once at load."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fanfold.kernels.combine.combine import combine
+from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
+from fanfold.kernels.grouped.sm90.items import single_items, tiled_items
+from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
+from fanfold.kernels.grouped.sm90.prepare import prepare_layer
+from fanfold.routing.plan import plan_sort
+from fanfold.spec.activation import Activation
+from fanfold.spec.weights import ExpertWeights
+
+
+class GroupedInt4Sm90:
+    """One token: gate_up with the activation, down, weighted sum. More: the plan and its work items before.
+
+    Args:
+        weights: the packed experts, on a Hopper GPU; not kept.
+        activation: between gate_up and down.
+        batch_invariant: one config for any number of rows.
+
+    Raises:
+        UnsupportedError: values that the product does not run, such as scales out of its range.
+    """
+
+    packed = None
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, batch_invariant: bool) -> None:
+        self.gate_up, self.down = prepare_layer(weights)
+        self.activation = activation
+        self.batch_invariant = batch_invariant
+
+    @property
+    def nbytes(self) -> int:
+        """Resident bytes of the weights."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """See Implementation."""
+        tokens, top_k = topk_ids.shape
+        experts = self.down.num_experts
+        pick = pinned_config if self.batch_invariant else config_for
+        first, second, chained = pick(self.gate_up, self.down, tokens, top_k)
+        hidden = hidden.contiguous()
+        with torch.cuda.device_of(hidden):
+            if tokens == 1:
+                work = single_items(topk_ids, experts)
+            else:
+                work = tiled_items(*plan_sort(topk_ids, experts, first.block_t))
+            h = grouped_gate_up(hidden, self.gate_up, work, top_k, first, self.activation, chained)
+            y2 = grouped_down(h, self.down, work, second, chained)
+            return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)
