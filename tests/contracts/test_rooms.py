@@ -24,6 +24,7 @@ KNOWS: dict[str, set[str]] = {
     "reference": {"torch"},
     "layers": {"torch"},
     "load": {"torch"},
+    "bench": {"torch"},
     "explanation": {"torch"},
     "inspection": set(),
     "verification": {"torch"},

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import fanfold
+from fanfold.cli.bench import bench
 from fanfold.cli.demo import demo
 from fanfold.cli.explain import explain
 from fanfold.cli.generate import generate
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, inspect, verify, explain):
+for command in (demo, generate, inspect, verify, explain, bench):
     app.command()(command)
 
 

@@ -26,14 +26,15 @@ BASE = "base"  # how a row without an adapter is written
 
 def print_json(value: Any) -> None:
     """One JSON value on standard output; JSON has no infinity and no NaN: null."""
-    typer.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+    typer.echo(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same value, with None for numbers that are infinite or NaN."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in cast(dict[str, Any], value).items()}
+        return {key: finite(inner) for key, inner in cast(dict[str, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in cast(list[Any], value)]
+        return [finite(inner) for inner in cast(list[Any], value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

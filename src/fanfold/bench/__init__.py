@@ -1,0 +1,1 @@
+"""Figures of expert layers: random weights in any format, verified, then timed."""

@@ -1,0 +1,169 @@
+"""`fanfold bench`: how fast an expert layer is, once it is known to be right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fanfold.cli.output import err, errors_reported, finite, human_bytes, out, print_json, progress_bar
+from fanfold.errors import ArgumentError
+
+
+class RoutingName(StrEnum):
+    """How tokens choose experts."""
+
+    UNIFORM = "uniform"
+    BALANCED = "balanced"
+    POWER = "power"
+
+
+class DeviceName(StrEnum):
+    """Where the layer runs."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+def bench(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|E,k,H,I",
+            help="qwen3-30b, mixtral-8x7b, deepseek-v3/8, gpt-oss-120b, qwen3-next, or sizes. Repeatable.",
+            show_default="qwen3-30b",
+        ),
+    ] = None,
+    weight_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            metavar="NAME|all",
+            help="As `fanfold inspect` prints it. Repeatable.",
+            show_default="gptq4-g128",
+        ),
+    ] = None,
+    tokens: Annotated[str, typer.Option(metavar="T,T,...", help="Tokens of a call.")] = "1,16,256,4096",
+    routing: Annotated[
+        RoutingName, typer.Option(help="Experts equally likely, equally loaded, or the n-th with a weight of 1/n.")
+    ] = RoutingName.UNIFORM,
+    implementation: Annotated[str, typer.Option(metavar="NAME", help="auto, or one by name.")] = "auto",
+    device: Annotated[
+        DeviceName | None, typer.Option(help="Where to run.", show_default="cuda where there is one")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="JSONL file, appended to.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time an expert layer of random weights; a figure that fails its check is not printed, and exits 1."""
+    with errors_reported(as_json):
+        from fanfold.bench.jobs import layer_shape, weight_formats
+        from fanfold.bench.machine import device_named
+        from fanfold.bench.run import Settings
+        from fanfold.bench.run import bench as bench_cells
+
+        shapes = [layer_shape(name) for name in shape or ["qwen3-30b"]]
+        formats = [fmt for name in weight_format or ["gptq4-g128"] for fmt in weight_formats(name)]
+        counts = token_counts(tokens)
+        settings = Settings(device_named(None if device is None else device.value), routing.value, implementation)
+        rows: list[dict[str, Any]] = []
+        with progress_bar() as progress:
+            for cell in bench_cells(shapes, formats, counts, settings, progress):
+                rows.append(cell.row())
+                if file is not None:
+                    append(file, rows[-1])
+    if as_json:
+        print_json(rows)
+    else:
+        print_rows(rows)
+    if any(row["refused"] for row in rows):
+        raise typer.Exit(1)
+
+
+def token_counts(text: str) -> list[int]:
+    """The numbers of `1,16,256`.
+
+    Raises:
+        ArgumentError: something else, or a number below 1.
+    """
+    parts = text.split(",")
+    counts = [int(part) for part in parts if part.strip().isdecimal()]
+    if len(counts) != len(parts) or min(counts) < 1:
+        raise ArgumentError(
+            "--tokens",
+            found=repr(text),
+            expected="numbers from 1 on, with commas between them",
+            next_step="E.g. --tokens 1,16,256.",
+        )
+    return counts
+
+
+def append(file: Path, row: dict[str, Any]) -> None:
+    """One line more."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(finite(row), allow_nan=False) + "\n")
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Where it ran and how it was timed, a table a layer, and what is wrong with the cells that have no figure."""
+    first = rows[0]
+    how = f"{first['dtype']}, {first['routing']} routing, medians of {first['timing']}"
+    out.print(Text.assemble((first["gpu"] or first["machine"], "bold"), (f"  {how}", "dim")), soft_wrap=True)
+    for shape, cells in groupby(rows, key=lambda row: str(row["shape"])):
+        out.print(table_of(shape, list(cells)))
+    timed = [row for row in rows if not row["refused"]]
+    if timed and first["device"] == "cuda":
+        between = min((row["copies"] - 1) * row["weight_bytes"] for row in timed)
+        out.print(Text(f"At least {human_bytes(int(between))} of other weights between two reads of one.", "dim"))
+    for row in rows:
+        if row["refused"]:
+            where = f"{row['shape']} {row['format']} {row['tokens']} tokens: "
+            err.print(Text.assemble(("no figure: ", "bold red"), where, row["refused"]), soft_wrap=True)
+
+
+def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """A line a cell; floors only where they are known."""
+    floors = any(row["floor_us"] is not None for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.title, table.title_justify, table.title_style = shape, "left", "bold cyan"
+    table.add_column("format", overflow="fold")
+    for name in ("tokens", "us", "10-90", *(("floor", "x") if floors else ()), "TFLOP/s", "GB/s", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ran", overflow="fold")
+    before = ""
+    for row in rows:
+        name = "" if row["format"] == before else row["format"]
+        before = row["format"]
+        table.add_row(name, str(row["tokens"]), *figures(row, floors), row["implementation"] or "")
+    return table
+
+
+def figures(row: dict[str, Any], floors: bool) -> list[str | Text]:
+    """The numbers of one line: median, spread of the deciles over the median, floor, rates, verified error."""
+    us = row["median_us"]
+    spread = "" if us is None else f"{(row['p90_us'] - row['p10_us']) / us:.0%}"
+    ratio = "" if row["over_floor"] is None else f"{row['over_floor']:.2f}"
+    return [
+        Text("refused", "bold red") if row["refused"] else Text(number(us), "bold"),
+        spread,
+        *([number(row["floor_us"]), ratio] if floors else []),
+        number(row["teraflops"]),
+        number(row["gigabytes_per_second"]),
+        "" if row["error"] is None else f"{row['error']:.1e}",
+    ]
+
+
+def number(value: float | None) -> str:
+    """Two or three digits, or all before the point; nothing for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"

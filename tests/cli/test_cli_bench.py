@@ -1,0 +1,142 @@
+"""`fanfold bench` as a user meets it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fanfold.bench import run, timing
+from fanfold.bench.jobs import LAYERS
+from fanfold.cli import output
+from fanfold.cli.app import app
+from fanfold.layers.experts import Experts
+
+TINY = ["--shape", "8,2,64,32", "--format", "gptq4-g32", "--device", "cpu"]
+
+
+class ZeroExperts(Experts):
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "REPLAYS", 5)
+    for console in (output.out, output.err):
+        monkeypatch.setattr(console, "width", 80)
+        monkeypatch.setattr(console, "no_color", True)
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+
+
+def test_table() -> None:
+    result = call(*TINY, "--format", "nvfp4", "--tokens", "1,5", "--routing", "power")
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert " ".join(lines[0]).endswith("CPUs bfloat16, power routing, medians of calls")
+    assert lines[1] == ["8,2,64,32"]
+    assert lines[2] == ["format", "tokens", "us", "10-90", "TFLOP/s", "GB/s", "error", "ran"]
+    assert [(*line[:2], line[-1]) for line in (lines[4], lines[6])] == [
+        ("gptq4-g32", "1", "reference"),
+        ("nvfp4", "1", "reference"),
+    ]
+    assert (lines[5][0], lines[7][0]) == ("5", "5")
+
+
+def test_json_and_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    results = [call(*TINY, "--tokens", tokens, "--json", "--out", str(file)) for tokens in ("1,2", "3")]
+    rows = [row for result in results for row in json.loads(result.stdout)]
+    assert [row["tokens"] for row in rows] == [1, 2, 3]
+    assert all(row["median_us"] > 0 for row in rows)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_wrong_layer_has_no_figure_and_exits_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: list[str]
+) -> None:
+    monkeypatch.setattr(run, "Experts", ZeroExperts)
+    file = tmp_path / "rows.jsonl"
+    result = call(*TINY, "--tokens", "4", "--out", str(file), *form)
+    assert result.exit_code == 1
+    row = json.loads(file.read_text())
+    assert row["median_us"] is None
+    assert row["error"] == 1
+    assert row["refused"].startswith("wrong: relative error 1.0e+00, limit ")
+    if form:
+        assert json.loads(result.stdout) == [row]
+    else:
+        assert "refused" in result.stdout
+        assert "no figure: 8,2,64,32 gptq4-g32 4 tokens: wrong: relative error" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--tokens", "1,x"], "--tokens"),
+        (["--tokens", "0"], "--tokens"),
+        (["--tokens", ""], "--tokens"),
+        (["--shape", "qwen"], "shape"),
+        (["--format", "gptq5-g32"], "gptq bits"),
+        (["--implementation", "fast", "--tokens", "1"], "implementation"),
+    ],
+)
+def test_wrong_use(arguments: list[str], what: str) -> None:
+    result = call(*TINY, *arguments, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["what"] == what
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+def test_without_a_gpu() -> None:
+    result = call("--device", "cuda", "--json")
+    assert result.exit_code == 2
+    report = json.loads(result.stdout)
+    assert report["error"] == "UnavailableError"
+    assert "--device cpu" in report["next_step"]
+
+
+def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    from fanfold.cli.bench import print_rows
+
+    row = {
+        "gpu": "NVIDIA H200",
+        "dtype": "bfloat16",
+        "routing": "uniform",
+        "timing": "graph replays",
+        "device": "cuda",
+        "shape": "mixtral-8x7b",
+        "format": "gptq4-g128-actorder",
+        "tokens": 16384,
+        "median_us": 28131.4,
+        "p10_us": 28000.0,
+        "p90_us": 29000.0,
+        "floor_us": 14800.2,
+        "over_floor": 1.9007,
+        "teraflops": 413.2,
+        "gigabytes_per_second": 4012.6,
+        "error": 1.7e-3,
+        "implementation": "grouped_int4_sm90",
+        "refused": None,
+        "copies": 3,
+        "weight_bytes": 728e6,
+    }
+    print_rows([row])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    shown = " ".join(lines)
+    for figure in ("16384", "28,131", "4%", "14,800", "1.90", "413", "4,013", "1.7e-03"):
+        assert f" {figure} " in shown
+    assert lines[-1] == "At least 1.5 GB of other weights between two reads of one."
+
+
+def test_help_names_every_layer() -> None:
+    text = " ".join(call("--help").stdout.replace("│", " ").split())
+    for name in LAYERS:
+        assert name in text
