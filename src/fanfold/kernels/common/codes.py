@@ -102,3 +102,19 @@ def e4m3_bytes(
     inside = (n < N)[:, None] & (k < K)[None, :]
     code = tl.load(ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=inside, other=0)
     return e4m3_to_fp16(code, NATIVE_E4M3)
+
+
+@triton.jit
+def e4m3_operands(
+    ptr: tl.tensor, n0: tl.tensor, N: tl.tensor, k0: tl.tensor, K: tl.tensor, stride_n: tl.tensor, stride_k: tl.tensor,
+    BITS: tl.constexpr, NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """E4M3 numbers, given as bytes, for a product with E4M3 numbers: as they are; in fp16 where no machine has it."""
+    if NATIVE_E4M3:
+        # Numbers that are not loaded as such would pass through registers on their way to the matrix unit.
+        ptr = ptr.to(tl.pointer_type(tl.float8e4nv))
+    n = n0 + tl.arange(0, BLOCK_N)
+    k = k0 + tl.arange(0, BLOCK_K)
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    numbers = tl.load(ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=inside, other=0)
+    return numbers if NATIVE_E4M3 else e4m3_to_fp16(numbers, False)

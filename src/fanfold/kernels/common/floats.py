@@ -1,4 +1,4 @@
-"""Small floats to larger ones, exactly (device functions).
+"""Small floats to larger ones, exactly, and fp32 to E4M3, to the nearest (device functions).
 
 A small float with a smaller exponent bias becomes a larger one by moving its fields into place and multiplying by the
 power of two between the biases. Subnormals come out right as well: they are moved onto subnormals.
@@ -38,3 +38,23 @@ def e8m0_to_fp32(code):
     """E8M0 bytes (uint8) -> fp32 2^(code - 127); code 0 is the subnormal 2^-127. Loading refuses 255 (NaN)."""
     bits = code.to(tl.int32) << 23
     return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp32_to_e4m3(x, NATIVE: tl.constexpr):
+    """fp32 -> E4M3 bytes (uint8), to nearest even; beyond 448 it is 448, NaN stays NaN.
+
+    NATIVE: the machine converts.
+    """
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # Normal numbers keep 3 bits of their fraction; the bias falls from 127 to 7.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes are multiples of 2^-9: the sum has such steps as its last bit.
+        steps = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < (121 << 23), steps, tl.minimum(normal, 0x7E))
+        code = tl.where(size > 0x7F800000, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

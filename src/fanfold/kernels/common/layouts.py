@@ -7,7 +7,7 @@ weights stay as they lie on disk, and nothing is copied when they are loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -68,6 +68,22 @@ def layout(weights: ProjectionWeights) -> Layout:
     return _LAYOUTS[weights.format.kind](weights)
 
 
+def layout_of_8_bit_product(weights: ProjectionWeights) -> Layout:
+    """As `layout`, for FP8 weights that meet activations of 8 bits.
+
+    Raises:
+        ArgumentError: the weights are not FP8, or as for `layout`.
+    """
+    if weights.format.kind != "fp8":
+        raise ArgumentError(
+            "weights of a W8A8 product",
+            found=str(weights.format),
+            expected="fp8-tensor, fp8-channel or fp8-block",
+            next_step="Leave the activations as they are.",
+        )
+    return replace(layout(weights), read_codes=read_codes.e4m3_operands)
+
+
 def run_of(fmt: WeightFormat, k: int) -> int:
     """Consecutive inputs, from a multiple of that number on, that certainly share a scale group.
 
@@ -82,7 +98,7 @@ def run_of(fmt: WeightFormat, k: int) -> int:
 
 def _dense(weights: ProjectionWeights) -> Layout:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[weights.format.kind]
-    weight = _tensor(weights, "weight", (weights.n, weights.k), (dtype,))
+    weight = _tensor(weights, "weight", (weights.n, weights.k), (dtype,), strided=True)
     return Layout(Codes(weight, *_four(weight)), read_codes.dense, weights.format.bits)
 
 
@@ -252,11 +268,17 @@ def _order(weights: ProjectionWeights) -> Order:
     return Order(g_idx, e, p)
 
 
-def _tensor(weights: ProjectionWeights, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+def _tensor(
+    weights: ProjectionWeights,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    strided: bool = False,
+) -> Tensor:
     """The tensor [E, P, *shape] of that name.
 
     Raises:
-        ArgumentError: it is missing, or of another shape or dtype, or not dense within a matrix.
+        ArgumentError: it is missing, or of another shape or dtype, or (unless `strided`) not dense within a matrix.
     """
     expected = (weights.num_experts, weights.halves, *shape)
     tensor = weights.tensors.get(name)
@@ -268,7 +290,7 @@ def _tensor(weights: ProjectionWeights, name: str, shape: tuple[int, ...], dtype
             expected=f"{kinds} {list(expected)}",
             next_step="Make the projection with fanfold.formats.stack; sizes are never inferred from shapes.",
         )
-    if tensor.numel() and not tensor[0, 0].is_contiguous():
+    if tensor.numel() and not strided and not tensor[0, 0].is_contiguous():
         raise ArgumentError(
             f"{weights.format} weights: {name}",
             found=f"strides {list(tensor.stride())}",

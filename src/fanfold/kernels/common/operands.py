@@ -49,3 +49,12 @@ class Order(NamedTuple):
     ptr: Tensor | None
     stride_e: int
     stride_p: int
+
+
+class RowScales(NamedTuple):
+    """Scales fp32 [R, G] of activations in 8 bits; group g holds inputs from g * group_size on."""
+
+    ptr: Tensor | None
+    stride_t: int
+    stride_g: int
+    group_size: int

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError
 from fanfold.kernels.common.device import NATIVE_E4M3, arch_of
-from fanfold.kernels.common.layouts import layout
+from fanfold.kernels.common.layouts import layout, layout_of_8_bit_product
+from fanfold.kernels.common.operands import RowScales
+from fanfold.kernels.grouped.act_order import permuted
 from fanfold.kernels.grouped.checks import check_arguments, check_scale_on_sum
 from fanfold.kernels.grouped.product import grouped_product
+from fanfold.kernels.grouped.quantize import group_of, quantize_rows
 from fanfold.spec.activation import Activation
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ProjectionWeights
@@ -19,6 +22,7 @@ from fanfold.spec.work import WorkList
 
 TOGETHER = 8
 """Work items that pass one weight tile one after the other, while it is in the L2 cache."""
+NO_SCALES = RowScales(None, 0, 0, 1)
 
 
 def grouped_gate_up(
@@ -29,6 +33,8 @@ def grouped_gate_up(
     top_k: int,
     config: LaunchConfig,
     activation: Activation | None = None,
+    permutation: Tensor | None = None,
+    w8a8: bool = False,
 ) -> Tensor:
     """y1 = act(x[token] . W13[e]^T + bias) of all rows, or h = act(activation(y1)).
 
@@ -40,6 +46,9 @@ def grouped_gate_up(
         top_k: k.
         config: of `configs.config_for`.
         activation: None gives y1. Else h: y1 is rounded in between, so that the bits are those of two steps.
+        permutation: int32 [E, H] of `act_order.sort_by_group`, which made the weights; a launch of its own
+            brings x into that order.
+        w8a8: quantise x to E4M3 first (a launch of its own); FP8 weights alone.
 
     Returns:
         y1 [R, P*I] (gate first) or h [R, I] at sorted positions, in x's dtype. Positions that no work item holds
@@ -58,18 +67,12 @@ def grouped_gate_up(
             expected=f"{x.shape[0]} tokens of x * top_k {top_k}",
             next_step="Pass the plan of these tokens.",
         )
-    if activation is not None and activation.gated != (weights.halves == 2):
-        raise ArgumentError(
-            f"{op}: activation",
-            found=f"{activation.kind} with {weights.halves} halves",
-            expected="a gated activation for gate and up, relu2 for up alone",
-            next_step="Pass the activation of the layer that these weights belong to.",
-        )
+    check_activation(op, weights, activation)
     out = x.new_empty((rows, weights.n * (weights.halves if activation is None else 1)))
-    arguments = launch_arguments(
-        op, x, weights, work, sorted_rows, config, out, arch_of(x.device), top_k=top_k, activation=activation
-    )
-    return _launch(weights, work, config, arguments, out, 1 if activation is not None else weights.halves)
+    return launch(
+        op, x, weights, work, sorted_rows, config, out, top_k=top_k, activation=activation, permutation=permutation,
+        w8a8=w8a8,
+    )  # fmt: skip
 
 
 def grouped_down(
@@ -79,8 +82,11 @@ def grouped_down(
     sorted_rows: Tensor,
     config: LaunchConfig,
     scatter: bool = False,
+    row_weights: Tensor | None = None,
+    permutation: Tensor | None = None,
+    w8a8: bool = False,
 ) -> Tensor:
-    """y2 = act(h . W2[e]^T + bias) of all rows.
+    """y2 = act(h . W2[e]^T + bias) of all rows, or act(row_weight * y2).
 
     Args:
         h: [R, I] at sorted positions, in fp16, bf16 or fp32; rows may lie apart.
@@ -89,6 +95,9 @@ def grouped_down(
         sorted_rows: int32 [R], sorted position -> row.
         config: of `configs.config_for`.
         scatter: write to rows (token * top_k + slot) instead of sorted positions.
+        row_weights: fp32 [R] by row, the router's; multiplies y2 in fp32 after y2 was rounded.
+        permutation: int32 [E, I], as for `grouped_gate_up`.
+        w8a8: quantise h to E4M3 first (a launch of its own); FP8 weights alone.
 
     Returns:
         y2 [R, H] in h's dtype. Positions (or rows) that no work item holds are not written.
@@ -98,7 +107,7 @@ def grouped_down(
         UnavailableError: the tensors are where no kernel runs.
     """
     op = "grouped_down"
-    check_arguments(op, "h", h, weights, work, sorted_rows, config)
+    check_arguments(op, "h", h, weights, work, sorted_rows, config, row_weights)
     if h.shape[0] != sorted_rows.shape[0] or weights.halves != 1:
         raise ArgumentError(
             f"{op}: h",
@@ -107,49 +116,121 @@ def grouped_down(
             next_step="Pass the rows of this plan, in sorted order, and the down projection.",
         )
     out = h.new_empty((h.shape[0], weights.n))
-    arguments = launch_arguments(op, h, weights, work, sorted_rows, config, out, arch_of(h.device), scatter=scatter)
-    return _launch(weights, work, config, arguments, out, 1)
+    return launch(
+        op, h, weights, work, sorted_rows, config, out, scatter=scatter, row_weights=row_weights,
+        permutation=permutation, w8a8=w8a8,
+    )  # fmt: skip
+
+
+def check_activation(op: str, weights: ProjectionWeights, activation: Activation | None) -> None:
+    """Whether the activation goes with gate and up, or up alone.
+
+    Raises:
+        ArgumentError: it does not.
+    """
+    if activation is not None and activation.gated != (weights.halves == 2):
+        raise ArgumentError(
+            f"{op}: activation",
+            found=f"{activation.kind} with {weights.halves} halves",
+            expected="a gated activation for gate and up, relu2 for up alone",
+            next_step="Pass the activation of the layer that these weights belong to.",
+        )
+
+
+def launch(
+    op: str,
+    x: Tensor,
+    weights: ProjectionWeights,
+    work: WorkList | Tensor,
+    sorted_rows: Tensor | None,
+    config: LaunchConfig,
+    out: Tensor,
+    top_k: int | None = None,
+    activation: Activation | None = None,
+    scatter: bool = False,
+    row_weights: Tensor | None = None,
+    permutation: Tensor | None = None,
+    w8a8: bool = False,
+) -> Tensor:
+    """One product on the current stream, into `out`; nothing where there is nothing to do.
+
+    Args:
+        op, x, weights, config, out, activation, scatter, row_weights, permutation, w8a8: as for the functions above.
+        work: tiles, or the expert of each row, [R].
+        sorted_rows: int32 [R]; None without a plan.
+        top_k: x's row is the token of the position; None: the position.
+
+    Raises:
+        ArgumentError: as for `launch_arguments`; or permutation is not int32 [E, K].
+        UnavailableError: the tensors are where no kernel runs.
+    """
+    arch = arch_of(x.device)
+    scales = None
+    if permutation is not None:
+        x, top_k = permuted(op, x, permutation, weights.num_experts, work, sorted_rows, top_k), None
+    if w8a8:
+        x, scales = quantize_rows(x, group_of(weights.format, weights.k))
+    arguments = launch_arguments(
+        op, x, weights, work, sorted_rows, config, out, arch,
+        top_k=top_k, activation=activation, scatter=scatter, row_weights=row_weights, x_scales=scales,
+    )  # fmt: skip
+    if out.shape[0] == 0 or weights.num_experts == 0:
+        return out
+    halves = weights.halves if activation is None else 1
+    grid = (arguments["slots"] * -(-weights.n // config.block_n) * halves,)
+    with torch.cuda.device_of(out):
+        grouped_product[grid](**arguments)
+    return out
 
 
 def launch_arguments(
     op: str,
     x: Tensor,
     weights: ProjectionWeights,
-    work: WorkList,
-    sorted_rows: Tensor,
+    work: WorkList | Tensor,
+    sorted_rows: Tensor | None,
     config: LaunchConfig,
     out: Tensor,
     arch: int,
     top_k: int | None = None,
     activation: Activation | None = None,
     scatter: bool = False,
+    row_weights: Tensor | None = None,
+    x_scales: RowScales | None = None,
 ) -> dict[str, Any]:
     """Arguments and launch options of `grouped_product`, by name; what the device compiles depends on nothing else.
 
     Args:
         op: the operation, for errors.
-        x: [T, K] or [R, K].
+        x: [T, K] or [R, K]; E4M3 bytes with x_scales.
         weights: the projection.
-        work: tiles.
-        sorted_rows: int32 [R].
+        work: tiles, or the expert of each row.
+        sorted_rows: int32 [R]; None without a plan.
         config: tile sizes.
         out: [R, ...].
         arch: compute capability; 0 in the interpreter.
         top_k: x's row is the token of the position; None: the position.
         activation: behind the product.
         scatter: write to rows.
+        row_weights: fp32 [R], multiply rounded outputs.
+        x_scales: of activations in 8 bits.
 
     Raises:
         ArgumentError: a tensor of the weights is not what the format says, or the config does not fit its groups.
     """
-    packed = layout(weights)
+    w8a8 = x_scales is not None
+    packed = layout_of_8_bit_product(weights) if w8a8 else layout(weights)
     run = packed.run or config.block_k
     scale_at = None
     if packed.scale_kind is not None:
         scale_at = "end" if packed.run == 0 else "sum" if config.scale_on_sum else "weight"
-        check_scale_on_sum(op, config, run)
+        check_scale_on_sum(op, config, run, w8a8 and packed.run > 0)
+    as_they_lie = arch >= NATIVE_E4M3 if w8a8 else packed.codes.ptr.dtype == x.dtype
+    planned = isinstance(work, WorkList)
+    slots = work.slots if planned else work
     return dict(
         x_ptr=x,
+        xs=x_scales or NO_SCALES,
         y_ptr=out,
         w=packed.codes,
         s=packed.scales,
@@ -157,9 +238,11 @@ def launch_arguments(
         order=packed.order,
         m_ptr=packed.matrix_scale,
         b_ptr=weights.bias,
-        work_ptr=work.slots,
+        work_ptr=slots,
         rows_ptr=sorted_rows,
-        slots=work.slots.shape[0],
+        rw_ptr=row_weights,
+        slots=slots.shape[0],
+        experts=weights.num_experts,
         N=weights.n,
         K=weights.k,
         top_k=1 if top_k is None else top_k,
@@ -179,30 +262,15 @@ def launch_arguments(
         RUN=min(run, config.block_k),
         HALVES=weights.halves,
         ACTIVATION=None if activation is None else activation.kind,
+        PLANNED=planned,
         GATHER=top_k is not None,
         SCATTER=scatter,
+        W8A8=w8a8,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_T=config.block_t,
         TOGETHER=TOGETHER,
-        AHEAD=packed.codes.ptr.dtype != x.dtype,
+        AHEAD=not as_they_lie,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
-
-
-def _launch(
-    weights: ProjectionWeights,
-    work: WorkList,
-    config: LaunchConfig,
-    arguments: dict[str, Any],
-    out: Tensor,
-    halves: int,
-) -> Tensor:
-    """One launch on the current stream; none where there is nothing to do."""
-    if out.shape[0] == 0 or weights.num_experts == 0:
-        return out
-    grid = (work.slots.shape[0] * -(-weights.n // config.block_n) * halves,)
-    with torch.cuda.device_of(out):
-        grouped_product[grid](**arguments)
-    return out

@@ -4,7 +4,8 @@ Weights are the left operand of the matrix unit and tokens the right one, so tha
 differs between formats are the functions that read a tile's codes and zero points, and a few constants.
 
 A program makes BLOCK_N outputs for up to BLOCK_T rows of one expert and sums over K from the first step to the last.
-A row's bits so depend on the config, not on the other rows nor on its place in the tile.
+A row's bits so depend on the config, not on the other rows nor on its place in the tile: a program that takes a work
+item and one that takes a single row (without a plan) make the same bits.
 """
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # (Triton's builtins carry no types.)
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fanfold.kernels.common.activations import activate
+from fanfold.kernels.common.floats import e4m3_to_fp16
 from fanfold.kernels.common.scales import load_scales, spread
 
 
@@ -94,30 +96,40 @@ def weight_tiles(
 
 @triton.jit
 def add_step(
-    acc, tile, x, s, order, expert, half, n0, N, k0, K,
-    SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
+    SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, W8A8: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum: acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; "sum" scales the product."""
+    """Sum: acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; "sum" scales the product.
+
+    W8A8: a step is summed by itself, since Hopper's products of 8-bit numbers keep fewer bits than fp32 has.
+    """
     if SCALE_AT == "sum":
         scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+        if W8A8:
+            scale = scale * x_scale[None, :]
         return acc + tl.dot(tile, x, input_precision="ieee") * scale
+    elif W8A8:
+        return acc + tl.dot(tile, x)
     else:
         return tl.dot(tile, x, acc, input_precision="ieee")
 
 
 @triton.jit
 def finish(
-    acc, s, m_ptr, b_ptr, expert, half, n0, N,
+    acc, x_scale, s, m_ptr, b_ptr, expert, half, n0, N,
     HALVES: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr, DIVIDE: tl.constexpr,
-    NATIVE_E4M3: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, W8A8: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The rounded sums [BLOCK_N, BLOCK_T]: what all inputs of an output share comes last, in fp32."""
     n = n0 + tl.arange(0, BLOCK_N)
     if SCALE_AT == "end":
         only = tl.zeros((1,), tl.int32)
         matrix = s.ptr + expert * s.stride_e + half * s.stride_p
-        acc *= load_scales(matrix, n, n < N, only, only == 0, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
+        scale = load_scales(matrix, n, n < N, only, only == 0, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
+        if W8A8:
+            scale = scale * x_scale[None, :]
+        acc *= scale
     if m_ptr is not None:
         scale = tl.load(m_ptr + expert * HALVES + half)
         if DIVIDE:
@@ -130,27 +142,31 @@ def finish(
     return acc.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["slots", "top_k", "alpha", "limit"])
+@triton.jit(do_not_specialize=["slots", "experts", "top_k", "alpha", "limit"])
 def grouped_product(
-    x_ptr: tl.tensor, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple, m_ptr: tl.tensor,
-    b_ptr: tl.tensor, work_ptr: tl.tensor, rows_ptr: tl.tensor, slots: tl.tensor, N: tl.tensor, K: tl.tensor,
-    top_k: tl.tensor, alpha: tl.tensor, limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
+    x_ptr: tl.tensor, xs: tl.tuple, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple,
+    m_ptr: tl.tensor, b_ptr: tl.tensor, work_ptr: tl.tensor, rows_ptr: tl.tensor, rw_ptr: tl.tensor, slots: tl.tensor,
+    experts: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
+    stride_x: tl.tensor, stride_y: tl.tensor,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
-    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, TOGETHER: tl.constexpr,
-    AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
+    SCATTER: tl.constexpr, W8A8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    TOGETHER: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program makes BLOCK_N outputs of a half (or of h) for the rows of one work item.
+    """One program makes BLOCK_N outputs of a half (or of h) for the rows of one work item, or for one row.
 
     Operands and constants:
-        x_ptr: [T, K] with GATHER (row of x = token of the position), else [R, K] at sorted positions.
+        x_ptr: [T, K] with GATHER (row of x = token of the position), else [R, K] at sorted positions; bytes for W8A8.
+        xs: `common.operands` RowScales, of W8A8.
         y_ptr: [R, HALVES * N], [R, N] behind an activation; at sorted positions, with SCATTER at rows.
         w, s, z, order: `common.operands` Codes, Scales, Zeros, Order.
         m_ptr: fp32 [E, P], one scale a matrix, or None; it divides with DIVIDE. b_ptr: bias [E, P, N] or None.
-        work_ptr: int32 [slots, 4]: expert (-1: nothing to do), first sorted position, rows, 0.
-        rows_ptr: int32 [R], sorted position -> row.
-        slots: work items. N: outputs of one half. K: inputs. top_k: rows a token.
+        work_ptr: PLANNED: int32 [slots, 4]: expert (-1: nothing to do), first sorted position, rows, 0. Else the expert
+            of each row, [slots]; sorted positions are rows then, and experts < 0 or >= `experts` are skipped.
+        rows_ptr: int32 [R], sorted position -> row; None without a plan.
+        rw_ptr: fp32 [R] by row, multiplies the rounded output, or None.
+        slots: work items, or rows. N: outputs of one half. K: inputs. top_k: rows a token.
         alpha, limit: constants of clamped_swiglu. stride_x, stride_y: elements from row to row.
         CODES, ZEROS: functions of `common.codes` and `common.scales`; ZEROS is None where all zero points are ZERO,
             ZERO is None where codes are numbers. SCALES: kind of scale (`load_scales`) or None.
@@ -158,13 +174,18 @@ def grouped_product(
         RUN: consecutive inputs that certainly share a group; a power of two that divides BLOCK_K.
         ACTIVATION: None, or what makes h from gate and up (relu2: from up) in the same program. y1 is rounded
             before it, so that the bits are those of two launches.
+        W8A8: x and weights are E4M3, of a machine that multiplies them (NATIVE_E4M3), else read as fp16.
         AHEAD: weights are unpacked one step ahead, and so while the product of this step is made; False where they
             enter it as they lie in memory. It also makes Triton give them to the product through shared memory: as
             a register operand, Triton 3.6 may overwrite them while a product on Hopper still reads them.
         TOGETHER: work items that pass one weight tile one after the other, while it is in the L2 cache.
     """
     GATED: tl.constexpr = ACTIVATION is not None and HALVES == 2
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if W8A8 and NATIVE_E4M3:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv))
+    DECODE: tl.constexpr = W8A8 and not NATIVE_E4M3
+    operand: tl.constexpr = tl.float16 if DECODE else x_ptr.dtype.element_ty
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
     tiles_of_half = tl.cdiv(N, BLOCK_N)
     tiles = tiles_of_half if GATED else tiles_of_half * HALVES
     pid = tl.program_id(0)
@@ -175,60 +196,80 @@ def grouped_product(
     place = inside // size
     half = (place // tiles_of_half).to(tl.int64)  # 0 for GATED, which makes both
     n0 = (place % tiles_of_half) * BLOCK_N
-    expert = tl.load(work_ptr + slot * 4).to(tl.int64)
-    if expert < 0:
-        return
-    first = tl.load(work_ptr + slot * 4 + 1)
-    count = tl.load(work_ptr + slot * 4 + 2)
+    if PLANNED:
+        expert = tl.load(work_ptr + slot * 4).to(tl.int64)
+        if expert < 0:
+            return
+        first = tl.load(work_ptr + slot * 4 + 1)
+        count = tl.load(work_ptr + slot * 4 + 2)
+    else:
+        expert = tl.load(work_ptr + slot).to(tl.int64)
+        if (expert < 0) | (expert >= experts):
+            return
+        first = slot
+        count = 1
 
     t = tl.arange(0, BLOCK_T)
+    in_t = t < count
     position = first + t
-    source = position
-    if GATHER:
-        source = tl.load(rows_ptr + position, mask=t < count, other=0) // top_k
+    row = position
+    if PLANNED and (GATHER or SCATTER or rw_ptr is not None):
+        row = tl.load(rows_ptr + position, mask=in_t, other=0)
+    source = row // top_k if GATHER else position
     k = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
+    xs_rows = xs.ptr + source.to(tl.int64) * xs.stride_t if W8A8 else None
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     acc_up = acc
     if AHEAD:
         tile, tile_up = weight_tiles(
             w, s, z, order, expert, half, n0, N, 0, K,
-            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
         )  # fmt: skip
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_rows + (k0 + k)[:, None], mask=(t < count)[None, :] & (k0 + k < K)[:, None], other=0.0)
+        x = tl.load(x_rows + (k0 + k)[:, None], mask=in_t[None, :] & (k0 + k < K)[:, None], other=0.0)
+        if DECODE:
+            x = e4m3_to_fp16(x, False)
         if not AHEAD:
             tile, tile_up = weight_tiles(
                 w, s, z, order, expert, half, n0, N, k0, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
             )  # fmt: skip
+        x_scale = None
+        if W8A8 and SCALE_AT == "sum":
+            x_scale = tl.load(xs_rows + k0 // xs.group_size * xs.stride_g, mask=in_t, other=0.0)
         acc = add_step(
-            acc, tile, x, s, order, expert, half, n0, N, k0, K,
-            SCALES, SCALE_AT, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+            acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
+            SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if GATED:
             acc_up = add_step(
-                acc_up, tile_up, x, s, order, expert, half + 1, n0, N, k0, K,
-                SCALES, SCALE_AT, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K,
+                acc_up, tile_up, x, x_scale, s, order, expert, half + 1, n0, N, k0, K,
+                SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         if AHEAD:
             tile, tile_up = weight_tiles(
                 w, s, z, order, expert, half, n0, N, k0 + BLOCK_K, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, dtype,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
             )  # fmt: skip
 
-    y = finish(acc, s, m_ptr, b_ptr, expert, half, n0, N, HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype)
+    whole_scale = tl.load(xs_rows, mask=in_t, other=0.0) if W8A8 and SCALE_AT == "end" else None
+    y = finish(
+        acc, whole_scale, s, m_ptr, b_ptr, expert, half, n0, N,
+        HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
+    )  # fmt: skip
     column = n0 + tl.arange(0, BLOCK_N)
     if GATED:
         up = finish(
-            acc_up, s, m_ptr, b_ptr, expert, half + 1, n0, N,
-            HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, BLOCK_N, dtype,
+            acc_up, whole_scale, s, m_ptr, b_ptr, expert, half + 1, n0, N,
+            HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
         )  # fmt: skip
         y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
     elif ACTIVATION is not None:
         y = activate(y, y, alpha, limit, ACTIVATION).to(dtype)
-    row = position
-    if SCATTER:
-        row = tl.load(rows_ptr + position, mask=t < count, other=0)
-    y_rows = y_ptr + row.to(tl.int64) * stride_y + half * N
-    tl.store(y_rows[None, :] + column[:, None], y, mask=(t < count)[None, :] & (column < N)[:, None])
+    if rw_ptr is not None:
+        weight = tl.load(rw_ptr + row, mask=in_t, other=0.0)
+        y = (y.to(tl.float32) * weight[None, :]).to(dtype)
+    to = row if SCATTER else position
+    y_rows = y_ptr + to.to(tl.int64) * stride_y + half * N
+    tl.store(y_rows[None, :] + column[:, None], y, mask=in_t[None, :] & (column < N)[:, None])

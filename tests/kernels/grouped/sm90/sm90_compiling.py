@@ -11,9 +11,10 @@ from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.config import Sm90Config, check_config
 from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.launch import launch_arguments
-from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
 from fanfold.kernels.grouped.sm90.tuned import read_table
-from fanfold.spec import WeightFormat
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.spec import Activation, WeightFormat
+from fanfold.spec.activation import ActivationKind
 
 FEW = Sm90Config(32, 16, 1, 2, 256, 2, 1, True)
 MANY = Sm90Config(64, 16, 1, 2, 128, 3, 4, False)
@@ -31,10 +32,15 @@ class Kernel:
     single: bool = False
     chained: bool = True
     dtype: torch.dtype = torch.bfloat16
+    activation: ActivationKind | None = "silu"
+    bias: bool = False
+    ordered: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.format, "gate_up" if self.halves == 2 else "down", f"k{self.k}", self.config.name]
+        parts += [self.activation or "y1"] if self.halves == 2 and self.activation != "silu" else []
+        parts += [word for word in ("bias", "ordered") if getattr(self, word)]
         parts += ["single"] if self.single else []
         parts += [] if self.chained else ["unchained"]
         parts += ["fp16"] if self.dtype == torch.float16 else []
@@ -61,13 +67,20 @@ def other_kernels() -> list[Kernel]:
         Kernel("gptq4-g128", 2, 64, 512, FEW, dtype=torch.float16),
         Kernel("nvfp4", 2, 64, 2048, replace(MANY, block_t=16, together=1)),
         Kernel("mxfp4", 1, 128, 2048, replace(MANY, block_t=16, together=1)),
+        Kernel("mxfp4", 2, 64, 448, MANY, activation="clamped_swiglu", bias=True),
+        Kernel("mxfp4", 1, 192, 448, MANY, bias=True),
+        Kernel("gptq4-g128", 2, 64, 512, MANY, single=True, activation=None),
+        Kernel("gptq4-g128-actorder", 2, 64, 512, MANY, activation="gelu_tanh", ordered=True),
     ]
 
 
 def compiled(kernel: Kernel) -> tuple[Resources, str]:
     """Resources and SASS."""
     weights = empty_weights(kernel.format, kernel.halves, kernel.n, kernel.k)
-    check_config("compile", kernel.config, weights)
+    extra: dict[str, torch.Tensor] = {"bias": torch.zeros(1, kernel.halves, kernel.n)} if kernel.bias else {}
+    extra |= {"order": torch.zeros(1, kernel.k, dtype=torch.int32)} if kernel.ordered else {}
+    weights = replace(weights, **extra)
+    check_config("compile", kernel.config, weights, kernel.halves == 2)
     config, rows = kernel.config, 16
     if kernel.single:
         items = torch.zeros(rows, dtype=torch.int32)
@@ -75,21 +88,25 @@ def compiled(kernel: Kernel) -> tuple[Resources, str]:
     else:
         items = torch.zeros(rows // config.block_t + 1, dtype=torch.int64)
         work = WorkItems(items, torch.zeros(len(items), config.block_t, dtype=torch.int32), rows, config.block_t, False)
-    y = torch.zeros(rows, kernel.n, dtype=kernel.dtype)
+    columns = kernel.n * (kernel.halves if kernel.activation is None else 1)
+    y = torch.zeros(rows, columns, dtype=kernel.dtype)
     if config.parts > 1:
         y = torch.zeros(config.parts, rows, kernel.n)
     x = torch.zeros(rows, kernel.k, dtype=kernel.dtype)
     top_k = 8 if kernel.halves == 2 else None
-    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k)
+    activation = None if top_k is None or kernel.activation is None else Activation(kernel.activation)
+    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k, activation)
     return compile_launch(product.grouped_int4_sm90, arguments, "sm_90")
 
 
-def empty_weights(name: str, halves: int, n: int, k: int) -> FragmentWeights:
+def empty_weights(name: str, halves: int, n: int, k: int, experts: int = 1, device: str = "cpu") -> FragmentWeights:
+    """Without values, padded as `prepare` pads them."""
     fmt = WeightFormat.parse(name)
-    slabs = n * halves // 64
-    words = torch.zeros(1, slabs, k // 64, 512, dtype=torch.int32)
+    slabs, tiles = (-(-size // 128) * 2 for size in (n * halves, k))
+    words = torch.zeros(experts, slabs, tiles, 512, dtype=torch.int32, device=device)
     if fmt.kind in ("nvfp4", "mxfp4"):
-        scales = torch.zeros(1, slabs, k // 64, 64, 64 // fmt.group_size, dtype=torch.uint8)
-        return FragmentWeights(fmt, n, k, halves, words, scales, global_scale=torch.zeros(1, halves))
-    scales = torch.zeros(1, slabs, k // fmt.group_size, 64, dtype=torch.float16)
+        scales = words.new_zeros((experts, slabs, tiles, 64, 64 // fmt.group_size), dtype=torch.uint8)
+        scale = words.new_zeros((experts, halves), dtype=torch.float32)
+        return FragmentWeights(fmt, n, k, halves, words, scales, global_scale=scale)
+    scales = words.new_zeros((experts, slabs, tiles * 64 // fmt.group_size, 64), dtype=torch.float16)
     return FragmentWeights(fmt, n, k, halves, words, scales, None if fmt.symmetric else scales.to(torch.uint8))

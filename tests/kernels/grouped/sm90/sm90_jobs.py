@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from fanfold.formats import codec, e2m1
 from fanfold.formats.mxfp4 import decode_scale
 from fanfold.formats.stack import stack
 from fanfold.kernels.grouped.sm90.fragments import e2m1_codes, from_fragments, separate
-from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.spec import ProjectionWeights, WeightFormat
 from samples import random_projection
 
@@ -61,25 +63,40 @@ def projection(name: str, experts: int, halves: int, n: int, k: int, seed: int =
 
 
 def unpacked(weights: FragmentWeights, expert: int) -> tuple[Tensor, Tensor]:
-    """Of one expert, [P, N, K]: what the kernel multiplies by the scales, and the scales, both in fp32."""
-    group = weights.format.group_size
+    """Of one expert, [P, N, K]: what the kernel multiplies by the scales, and the scales, both in fp32.
+
+    Padding must be zeros that give zero.
+    """
+    group, one = weights.format.group_size, slice(expert, expert + 1)
     if weights.fp4_group:
-        values = e2m1.decode(e2m1_codes(weights.words[expert]))
-        stored = weights.scales[expert].transpose(1, 2).reshape(weights.rows, -1)
+        values = e2m1.decode(e2m1_codes(weights.words[one]))
+        stored = weights.scales[one].transpose(2, 3).reshape(1, weights.rows, -1)
         scales = stored.view(torch.float8_e4m3fn).float() if group == 16 else decode_scale(stored)
     else:
-        values = from_fragments(weights.words[expert]).float()
-        zeros = 8.0 if weights.zeros is None else _by_row(weights.zeros[expert]).float().repeat_interleave(group, 1)
-        values, scales = values - zeros, _by_row(weights.scales[expert]).float()
-    scales = scales.repeat_interleave(group, 1)
-    return separate(values, weights.halves), separate(scales, weights.halves)
+        values = from_fragments(weights.words[one]).float()
+        zeros = 8.0 if weights.zeros is None else _by_row(weights.zeros[one]).float().repeat_interleave(group, 2)
+        values, scales = values - zeros, _by_row(weights.scales[one]).float()
+    scales = scales.repeat_interleave(group, 2)
+    rows = weights.n * weights.halves
+    assert not (values * scales)[:, rows:].any()
+    assert not (values * scales)[:, :, weights.k :].any()
+    values, scales = (separate(part[:, :rows, : weights.k], weights.halves)[0] for part in (values, scales))
+    return values, scales
 
 
 def _by_row(values: Tensor) -> Tensor:
-    """[NR/64, G, 64] -> [NR, G]."""
-    return values.transpose(1, 2).flatten(0, 1)
+    """[E, NR/64, G, 64] -> [E, NR, G]."""
+    return values.transpose(2, 3).flatten(1, 2)
 
 
 def to_device(weights: ProjectionWeights, device: str) -> ProjectionWeights:
     tensors = {name: tensor.to(device) for name, tensor in weights.tensors.items()}
-    return ProjectionWeights(weights.format, weights.n, weights.k, tensors)
+    bias = None if weights.bias is None else weights.bias.to(device)
+    return ProjectionWeights(weights.format, weights.n, weights.k, tensors, bias)
+
+
+def with_bias(weights: ProjectionWeights, dtype: torch.dtype = torch.bfloat16) -> ProjectionWeights:
+    """The projection with a random bias."""
+    generator = torch.Generator().manual_seed(weights.n)
+    shape = (weights.num_experts, weights.halves, weights.n)
+    return replace(weights, bias=torch.randn(shape, generator=generator).to(dtype))

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 from sm90_jobs import projection
+from torch import Tensor
 
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare
+from fanfold.spec import Activation
 
 CONFIG = Sm90Config(16, 8, 1, 1, 128, 3, 1, True)
+SILU = Activation()
 Arguments = dict[str, Any]
 
 
@@ -27,15 +30,9 @@ def items(rows: int, experts: int, tile: int = 16) -> WorkItems:
 
 def arguments(name: str = "gptq4-g64-asym-v1", halves: int = 2) -> Arguments:
     weights = prepare(projection(name, 3, halves, 128, 256))
-    return dict(x=torch.zeros(20, 256).bfloat16(), weights=weights, work=items(40, 3), top_k=2, config=CONFIG)
-
-
-def wrong_weights(**tensors: Any) -> Callable[[Arguments], Arguments]:
-    return lambda a: {
-        "weights": replace(
-            a["weights"], **{name: change(getattr(a["weights"], name)) for name, change in tensors.items()}
-        )
-    }
+    return dict(
+        x=torch.zeros(20, 256).bfloat16(), weights=weights, work=items(40, 3), top_k=2, config=CONFIG, activation=SILU
+    )
 
 
 def wrong_work(**fields: Any) -> Callable[[Arguments], Arguments]:
@@ -56,20 +53,38 @@ WRONG: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "items int32": (wrong_work(items=torch.zeros(5).int()), r"work.items: found int32"),
     "rows short": (wrong_work(rows=torch.zeros(4, 16).int()), r"work.rows: found int32 \[4, 16\]"),
     "items elsewhere": (wrong_work(items=torch.zeros(5).long().to("meta")), r"work.items: found meta; expected cpu"),
-    "scales elsewhere": (wrong_weights(scales=lambda t: t.to("meta")), r"weights.scales: found meta"),
-    "words short": (wrong_weights(words=lambda t: t[:, :-1].contiguous()), r"weights.words: found int32 \[3, 3, 4"),
-    "words transposed": (wrong_weights(words=lambda t: t.transpose(1, 2)), r"weights.words: .*strides"),
-    "scales fp32": (wrong_weights(scales=lambda t: t.float()), r"weights.scales: found float32"),
-    "scales of other groups": (wrong_weights(scales=lambda t: t[:, :, :2].contiguous()), r"weights.scales: .*2, 64"),
-    "zeros int32": (wrong_weights(zeros=lambda t: t.int()), r"weights.zeros: found int32"),
-    "zeros missing": (wrong_weights(zeros=lambda t: None), r"weights.zeros: found nothing"),
-    "a global scale": (wrong_weights(global_scale=lambda t: torch.ones(3, 2)), r"weights.global_scale: .*nothing"),
-    "scales short by an expert": (wrong_weights(scales=lambda t: t[:-1]), r"weights.scales: found float16 \[2"),
+    "relu2 with a gate": (lambda a: {"activation": Activation("relu2")}, r"activation: found relu2 with 2 halves"),
     "tiles too large": (lambda a: {"config": replace(CONFIG, warpgroups=4, slabs=2)}, r"multiples of 512"),
     "K too short": (lambda a: {"config": replace(CONFIG, block_k=256)}, r"at least two steps"),
     "K no multiple": (lambda a: {"config": replace(CONFIG, block_k=512)}, r"K in multiples of 512"),
     "gate_up in parts": (lambda a: {"config": replace(CONFIG, block_k=64, parts=2)}, r"one part"),
 }
+
+
+Change = Callable[[Tensor], Tensor | None]
+WRONG_WEIGHTS: dict[str, tuple[str, Change, str]] = {
+    "words short": ("words", lambda t: t[:, :-1].contiguous(), r"words: found int32 \[3, 3, 4"),
+    "words transposed": ("words", lambda t: t.transpose(1, 2), r"words: .*strides"),
+    "scales elsewhere": ("scales", lambda t: t.to("meta"), r"scales: found meta"),
+    "scales fp32": ("scales", lambda t: t.float(), r"scales: found float32"),
+    "scales of other groups": ("scales", lambda t: t[:, :, :2].contiguous(), r"scales: .*2, 64"),
+    "scales short by an expert": ("scales", lambda t: t[:-1], r"scales: found float16 \[2"),
+    "zeros int32": ("zeros", lambda t: t.int(), r"zeros: found int32"),
+    "zeros missing": ("zeros", lambda _: None, r"zeros: found nothing"),
+    "a global scale": ("global_scale", lambda _: torch.ones(3, 2), r"global_scale: found a tensor; expected nothing"),
+    "bias fp16": ("bias", lambda _: torch.zeros(3, 2, 128).half(), r"bias: found float16"),
+    "bias of other outputs": ("bias", lambda _: torch.zeros(3, 2, 64), r"bias: found .*\[3, 2, 64\]"),
+    "order int64": ("order", lambda _: torch.zeros(3, 256).long(), r"order: found int64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS)
+def test_weights(case: str) -> None:
+    """Refused when they are made."""
+    name, change, message = WRONG_WEIGHTS[case]
+    weights = arguments()["weights"]
+    with pytest.raises(ArgumentError, match=rf"FragmentWeights.{message}"):
+        replace(weights, **{name: change(getattr(weights, name))})
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -84,7 +99,7 @@ def test_right_arguments_reach_the_device() -> None:
     with pytest.raises(UnavailableError, match="found tensors on cpu; expected an NVIDIA GPU"):
         grouped_gate_up(**arguments())
     given = arguments(halves=1)
-    del given["top_k"]
+    del given["top_k"], given["activation"]
     given["h"] = torch.zeros(40, 256).half()
     del given["x"]
     with pytest.raises(UnavailableError, match="found tensors on cpu"):
@@ -92,11 +107,13 @@ def test_right_arguments_reach_the_device() -> None:
 
 
 def test_halves_and_rows_of_the_projection() -> None:
-    with pytest.raises(ArgumentError, match="weights: found 1 halves; expected 2"):
+    with pytest.raises(ArgumentError, match="activation: found silu with 1 halves"):
         grouped_gate_up(**arguments(halves=1))
+    with pytest.raises(UnavailableError):
+        grouped_gate_up(**{**arguments(halves=1), "activation": Activation("relu2")})
     given = arguments()
-    with pytest.raises(ArgumentError, match="weights: found 2 halves; expected 1"):
-        grouped_down(given["x"], given["weights"], given["work"], CONFIG)
+    with pytest.raises(ArgumentError, match="weights: found 2 halves, no order"):
+        grouped_down(torch.zeros(40, 256).half(), given["weights"], given["work"], CONFIG)
     down = arguments(halves=1)
     with pytest.raises(ArgumentError, match="h: found 20 rows; expected 40"):
         grouped_down(down["x"], down["weights"], down["work"], CONFIG)
@@ -113,7 +130,7 @@ def test_fp4(name: str) -> None:
     with pytest.raises(ArgumentError, match=r"x: found float16.*bfloat16"):
         grouped_gate_up(**{**given, "x": given["x"].half()})
     with pytest.raises(ArgumentError, match="global_scale: found nothing"):
-        grouped_gate_up(**{**given, "weights": replace(given["weights"], global_scale=None)})
+        replace(given["weights"], global_scale=None)
 
 
 def test_scales_of_32_inputs_are_not_applied_to_a_sum() -> None:
@@ -148,11 +165,10 @@ def test_a_stage_that_is_still_read() -> None:
 
 def test_an_odd_number_of_tiles() -> None:
     """One fragment a turn, carried to the next turn, is overwritten while it is read."""
-    given = arguments("gptq4-g64")
-    given["weights"] = prepare(projection("gptq4-g64", 3, 2, 128, 192))
-    given["x"] = torch.zeros(20, 192).bfloat16()
+    weights = prepare(projection("gptq4-g64", 3, 1, 128, 384))
+    h = torch.zeros(40, 384).bfloat16()
     with pytest.raises(ArgumentError, match="an even number of tiles"):
-        grouped_gate_up(**{**given, "config": Sm90Config(16, 8, 1, 1, 64, 3, 1, False)})
+        grouped_down(h, weights, items(40, 3), Sm90Config(16, 8, 1, 1, 64, 3, 1, False, 2))
 
 
 def test_no_rows_and_no_experts_still_need_the_device() -> None:

@@ -23,8 +23,9 @@ def random_codes(n: int, k: int) -> Tensor:
 
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (128, 192), (192, 64)])
 def test_there_and_back(n: int, k: int) -> None:
-    codes = random_codes(n, k)
+    codes = torch.stack((random_codes(n, k), random_codes(n, k).flip(0)))
     assert torch.equal(from_fragments(to_fragments(codes)), codes)
+    assert torch.equal(to_fragments(codes)[1], to_fragments(codes[1]))
     assert torch.equal(e2m1_codes(e2m1_words(codes)), codes)
 
 
@@ -44,11 +45,12 @@ def test_every_place_of_a_tile_is_that_of_the_formula() -> None:
 
 
 def test_gate_and_up_alternate_in_eights() -> None:
-    halves = torch.arange(2 * 32).reshape(2, 32)
+    halves = torch.arange(3 * 2 * 32).reshape(3, 2, 32)
     rows = interleave(halves)
-    assert rows[:24].tolist() == [*range(8), *range(32, 40), *range(8, 16)]
+    assert rows[0, :24].tolist() == [*range(8), *range(32, 40), *range(8, 16)]
+    assert rows[1, :8].tolist() == [*range(64, 72)]
     assert torch.equal(separate(rows, 2), halves)
-    down = torch.arange(32).reshape(1, 32)
+    down = torch.arange(2 * 32).reshape(2, 1, 32)
     assert torch.equal(separate(interleave(down), 1), down)
 
 

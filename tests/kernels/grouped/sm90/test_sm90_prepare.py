@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from sm90_jobs import FP4, INTEGERS, integers, projection, unpacked
+from sm90_jobs import FP4, INTEGERS, integers, projection, unpacked, with_bias
 from torch import Tensor
 
 from fanfold.errors import ArgumentError, UnsupportedError
 from fanfold.formats.codec import dequantize_expert
+from fanfold.kernels.grouped.sm90 import prepare as prepare_module
 from fanfold.kernels.grouped.sm90.prepare import prepare
 from fanfold.spec import ProjectionWeights
 from samples import random_projection, sample
@@ -23,11 +24,13 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("name", [*INTEGERS, *FP4])
-def test_c1_weights_are_those_of_the_file(name: str, halves: int) -> None:
+def test_c1_weights_are_those_of_the_file(name: str, halves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "AT_ONCE", 2 * halves * 64 * 128)  # two experts at once, then one
     for n, k in ((64, 128), (192, 256)):
         weights = projection(name, 3, halves, n, k, seed=n)
         made = prepare(weights)
-        assert (made.rows, made.k, made.num_experts) == (halves * n, k, 3)
+        assert (made.n, made.k, made.num_experts) == (n, k, 3)
+        assert (made.rows, made.padded_k) == (-(-n * halves // 128) * 128, k)
         for e in range(3):
             values, scales = unpacked(made, e)
             for half in range(halves):
@@ -48,7 +51,7 @@ def test_b25_every_zero_point_beside_every_other(name: str) -> None:
     weights = integers(name, 2, 1, 1024, 256)
     made = prepare(weights)
     assert made.zeros is not None
-    seen = made.zeros[0].flatten(0, 1).reshape(-1, 64)
+    seen = made.zeros[0].flatten(0, 1)
     assert len({(a, b) for row in seen for a, b in pairwise(row.tolist())}) == 256
     values, scales = unpacked(made, 1)
     assert torch.equal(values[0] * scales[0], dequantize_expert(weights, 1, 0))
@@ -81,12 +84,33 @@ def test_files_of_other_tools(name: str) -> None:
             assert torch.equal(found, dequantize_expert(packed, 1, half))
 
 
+@pytest.mark.parametrize("name", ["gptq4-g32-asym-v1", "gptq4-g64", "packed4-g64-asym", "nvfp4", "mxfp4"])
+def test_odd_tiles_are_padded_with_zeros(name: str) -> None:
+    """gpt-oss has 2880 = 45 * 64; `unpacked` looks at the padding."""
+    weights = projection(name, 2, 1, 192, 192)
+    made = prepare(weights)
+    assert (made.rows, made.padded_k) == (256, 256)
+    values, scales = unpacked(made, 1)
+    found = values[0] * scales[0]
+    if name == "nvfp4":
+        found = found * weights.tensors["global_scale"][1, 0]
+    assert torch.equal(found, dequantize_expert(weights, 1, 0))
+
+
+def test_a_bias_is_kept_in_fp32() -> None:
+    weights = with_bias(projection("mxfp4", 2, 2, 64, 128))
+    made = prepare(weights)
+    assert made.bias is not None
+    assert weights.bias is not None
+    assert torch.equal(made.bias, weights.bias.float())
+
+
 REFUSED = {
-    "gptq4-g64-actorder": "act_order",
-    "gptq8-g64": "4-bit gptq, awq or packed",
+    "gptq4-g64-actorder": "act_order; expected both projections together.*prepare_layer",
+    "gptq8-g64": "runs 4-bit gptq, awq and packed",
     "gptq4-channel": "group_size -1",
-    "bf16": "4-bit gptq, awq or packed",
-    "fp8-tensor": "4-bit gptq, awq or packed",
+    "bf16": "runs 4-bit gptq, awq and packed",
+    "fp8-tensor": "runs 4-bit gptq, awq and packed",
 }
 
 
@@ -96,12 +120,10 @@ def test_formats_that_are_refused_by_name(name: str) -> None:
         prepare(random_projection(name, 1, 1, 64, 128))
 
 
-def test_sizes_and_biases_that_are_refused() -> None:
+def test_sizes_that_are_refused() -> None:
     for n, k in ((48, 128), (64, 96)):
         with pytest.raises(UnsupportedError, match="multiples of 64"):
             prepare(random_projection("gptq4-g32", 1, 1, n, k))
-    with pytest.raises(UnsupportedError, match="a bias"):
-        prepare(replace(projection("gptq4-g32", 1, 1, 64, 64), bias=torch.zeros(1, 1, 64)))
 
 
 def changed(weights: ProjectionWeights, name: str, value: Tensor) -> ProjectionWeights:
@@ -136,4 +158,4 @@ def test_a_tensor_unlike_its_format() -> None:
 def test_no_experts() -> None:
     weights = projection("gptq4-g64-asym-v1", 1, 2, 64, 64)
     none = replace(weights, tensors={name: tensor[:0] for name, tensor in weights.tensors.items()})
-    assert prepare(none).words.shape == (0, 2, 1, 512)
+    assert prepare(none).words.shape == (0, 2, 2, 512)

@@ -17,7 +17,7 @@ def test_the_table() -> None:
     table = read_table()
     shapes = {(row.experts, row.top_k, row.hidden, row.intermediate) for row in table}
     assert shapes == {(128, 8, 2048, 768), (8, 2, 4096, 14336), (32, 8, 7168, 2048)}
-    assert len({(row.experts, row.tokens) for row in table}) == len(table) == 19
+    assert len({(row.format, row.experts, row.tokens) for row in table}) == len(table) == 19
     for row in table:
         assert row.us["floor"] < row.us["layer"]
         assert sum(row.us[step] for step in ("plan", "gate_up", "down", "sum")) < 1.3 * row.us["layer"]
@@ -41,6 +41,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a field too many": (lambda t: t.update(note=""), r"table: found fields"),
     "layers no list": (lambda t: t.update(layers={}), r"table.layers: found \{\}; expected list"),
     "a row no object": (lambda t: t["layers"].append(3), r"layers\[19\]: found int"),
+    "another format": (lambda t: first(t).update(format="int8"), r"layers\[0\].format: found 'int8'"),
     "tokens a string": (lambda t: first(t).update(tokens="1"), r"layers\[0\].tokens: found '1'; expected int"),
     "tokens 0": (lambda t: first(t).update(tokens=0), r"layers\[0\].tokens: found 0"),
     "chained a number": (lambda t: first(t).update(chained=1), r"chained: found 1; expected bool"),
