@@ -1,18 +1,24 @@
-"""torch.ops.fanfold.experts: a whole layer as one operation.
+"""A whole layer as one operation: it costs the host least, and a compiler has nothing to look into.
 
-One operation a layer costs the host least, and a compiler has nothing to look into. The layer is handed over by a
-number: its weights, adapters and configs are its own and no inputs of a graph.
+torch.ops.fanfold.experts runs a `fanfold.Experts`, handed over by a number: its weights, adapters and configs are its
+own and no inputs of a graph. torch.ops.fanfold.packed_layer takes weights as they lie on disk.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
+from fanfold.layers.reference import layer as reference_layer
 from fanfold.ops.op import Op, register
+from fanfold.ops.packed import packed, projection_of, schema
+from fanfold.ops.rows import activation_named
+from fanfold.spec.activation import Activation
+from fanfold.spec.weights import ExpertWeights
 
 
 class Layer(Protocol):
@@ -44,7 +50,57 @@ def _fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: T
     return hidden.new_empty(hidden.shape)
 
 
-EXPERTS = Op(
-    "(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor? adapter_ids, int layer) -> Tensor", _run, _run, _fake
-)
-register("experts", EXPERTS)
+def packed_layer(
+    hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, activation: Activation
+) -> Tensor:
+    """torch.ops.fanfold.packed_layer: one layer of weights as they lie on disk.
+
+    Args:
+        hidden: [T, H], bf16, fp16 or fp32.
+        topk_ids: int32 or int64 [T, k]; an id outside [0, E) adds nothing.
+        topk_weights: [T, k].
+        weights: on hidden's device.
+        activation: between gate_up and down.
+
+    Returns:
+        [T, H] in hidden's dtype.
+    """
+    kind = activation.kind, activation.alpha, activation.limit
+    return torch.ops.fanfold.packed_layer(
+        hidden, topk_ids, topk_weights, *kind, *packed(weights.gate_up), *packed(weights.down)
+    )
+
+
+def _packed(
+    hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, kind: str, alpha: float, limit: float, *both: Any
+) -> Tensor:
+    activation = activation_named(kind, alpha, limit)
+    weights = ExpertWeights(projection_of(*both[:6]), projection_of(*both[6:]))
+    if hidden.device.type == "cpu":
+        return reference_layer(hidden, topk_ids, topk_weights, weights, activation)
+    from fanfold.layers.implementations.grouped import Grouped
+
+    return Grouped(weights, activation, batch_invariant=False).run(hidden, topk_ids, topk_weights)
+
+
+def _packed_fake(hidden: Tensor, *others: Any) -> Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+OPS = {
+    "experts": Op(
+        "(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor? adapter_ids, int layer) -> Tensor",
+        _run,
+        _run,
+        _fake,
+    ),
+    "packed_layer": Op(
+        "(Tensor hidden, Tensor topk_ids, Tensor topk_weights, str kind, float alpha, float limit, "
+        f"{schema('gate_up_')}, {schema('down_')}) -> Tensor",
+        _packed,
+        _packed,
+        _packed_fake,
+    ),
+}
+for _name, _op in OPS.items():
+    register(_name, _op)

@@ -11,7 +11,12 @@ from fanfold.spec.weights import ProjectionWeights
 
 Packed = tuple[str, Sequence[str], Sequence[Tensor], Tensor | None, int, int]
 """The name of the format, the names of its tensors, the tensors [E, P, ...], bias, N, K: see ProjectionWeights."""
-PACKED = "str format, str[] names, Tensor[] tensors, Tensor? bias, int n, int k"
+
+
+def schema(prefix: str = "") -> str:
+    """The arguments in a schema, each name behind the prefix."""
+    kinds = {"format": "str", "names": "str[]", "tensors": "Tensor[]", "bias": "Tensor?", "n": "int", "k": "int"}
+    return ", ".join(f"{kind} {prefix}{name}" for name, kind in kinds.items())
 
 
 def packed(projection: ProjectionWeights) -> Packed:

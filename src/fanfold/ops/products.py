@@ -12,7 +12,7 @@ from torch import Tensor
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.grouped.reference import grouped
 from fanfold.ops.op import Op
-from fanfold.ops.packed import PACKED, Packed, projection_of
+from fanfold.ops.packed import Packed, projection_of, schema
 from fanfold.spec.weights import ProjectionWeights
 from fanfold.spec.work import WorkList
 
@@ -117,10 +117,10 @@ def _product(x: Tensor, expert_offsets: Tensor, projection: ProjectionWeights) -
 
 OPS = {
     "grouped_gate_up": Op(
-        f"(Tensor x, {PLAN}, int top_k, {PACKED}) -> Tensor",
+        f"(Tensor x, {PLAN}, int top_k, {schema()}) -> Tensor",
         grouped_gate_up,
         grouped_gate_up_cuda,
         grouped_gate_up_fake,
     ),
-    "grouped_down": Op(f"(Tensor h, {PLAN}, {PACKED}) -> Tensor", grouped_down, grouped_down_cuda, grouped_down_fake),
+    "grouped_down": Op(f"(Tensor h, {PLAN}, {schema()}) -> Tensor", grouped_down, grouped_down_cuda, grouped_down_fake),
 }

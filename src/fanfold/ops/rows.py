@@ -17,7 +17,7 @@ from fanfold.spec.activation import KINDS, Activation
 
 def activation(y1: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     """y1 [R, 2*I] (relu2: [R, I]) -> h [R, I]: see spec.Activation."""
-    return reference_activation.activate(y1, _activation(kind, alpha, limit))
+    return reference_activation.activate(y1, activation_named(kind, alpha, limit))
 
 
 def activation_cuda(y1: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
@@ -25,12 +25,12 @@ def activation_cuda(y1: Tensor, kind: str, alpha: float, limit: float) -> Tensor
     from fanfold.kernels.activation.activate import activate
 
     with torch.cuda.device_of(y1):
-        return activate(y1, _activation(kind, alpha, limit))
+        return activate(y1, activation_named(kind, alpha, limit))
 
 
 def activation_fake(y1: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     """Shapes of activation."""
-    halves = 2 if _activation(kind, alpha, limit).gated else 1
+    halves = 2 if activation_named(kind, alpha, limit).gated else 1
     return y1.new_empty((y1.shape[0], y1.shape[1] // halves))
 
 
@@ -52,7 +52,12 @@ def combine_fake(y2: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts
     return y2.new_empty((topk_ids.shape[0], y2.shape[1]))
 
 
-def _activation(kind: str, alpha: float, limit: float) -> Activation:
+def activation_named(kind: str, alpha: float, limit: float) -> Activation:
+    """The activation of that kind.
+
+    Raises:
+        ArgumentError: there is none.
+    """
     for known in KINDS:
         if known == kind:
             return Activation(known, alpha, limit)

@@ -1,0 +1,105 @@
+"""experts_implementation="fanfold": transformers' own models of plain weights, with fanfold's kernels.
+
+transformers loads and holds the weights; each call hands them over as they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fanfold.errors import UnsupportedError
+from fanfold.integrations.transformers.places import activation_of
+from fanfold.layers.op import packed_layer
+from fanfold.spec.weight_format import WeightFormat
+from fanfold.spec.weights import ExpertWeights, ProjectionWeights
+
+NAME = "fanfold"
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def register() -> None:
+    """Makes `experts_implementation="fanfold"` known to transformers; calling it again changes nothing.
+
+    Then `AutoModelForCausalLM.from_pretrained(path, experts_implementation="fanfold")`, or
+    `model.set_experts_implementation("fanfold")`, runs the experts of a model with bf16, fp16 or fp32 weights through
+    torch.ops.fanfold.packed_layer: kernels on a GPU, the reference on a CPU.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    """What an experts module of transformers runs as its forward.
+
+    Args:
+        experts: the module.
+        hidden: [T, H].
+        topk_ids: int64 [T, k].
+        topk_weights: [T, k].
+
+    Returns:
+        [T, H] in hidden's dtype.
+
+    Raises:
+        UnsupportedError: an activation, dtype or parallel layout that fanfold does not run.
+    """
+    return packed_layer(hidden, topk_ids, topk_weights, weights_of(experts), _activation(experts))
+
+
+# A compiler takes the answer as it is: it is found by trying the module's function on a few numbers.
+_activation = cast("Any", torch.compiler.assume_constant_result(activation_of))
+
+
+def weights_of(experts: nn.Module) -> ExpertWeights:
+    """The parameters of transformers' stacked experts, as views; gpt-oss's biases are copied.
+
+    Raises:
+        UnsupportedError: weights of another dtype, or a part of the experts alone.
+    """
+    host = cast("Any", experts)
+    if getattr(host, "_is_expert_parallel", False):
+        raise UnsupportedError(
+            type(experts).__name__,
+            found="experts spread over ranks by transformers",
+            expected="all experts of the layer",
+            next_step="Use another experts_implementation, or load without expert parallelism.",
+        )
+    halves = 2 if host.has_gate else 1
+    up: Tensor = host.gate_up_proj if host.has_gate else host.up_proj
+    down: Tensor = host.down_proj
+    biases: list[Tensor | None] = [None, None]
+    if host.has_bias:
+        biases = [host.gate_up_proj_bias if host.has_gate else host.up_proj_bias, host.down_proj_bias]
+    if host.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    return ExpertWeights(
+        _projection(up, biases[0], halves, concatenated=host.is_concatenated), _projection(down, biases[1], 1, True)
+    )
+
+
+def _projection(rows: Tensor, bias: Tensor | None, halves: int, concatenated: bool) -> ProjectionWeights:
+    """W [E, P*N, K] and its bias [E, P*N] -> [E, P, N, K], [E, P, N]; rows of gate and up in turn unless concatenated.
+
+    Raises:
+        UnsupportedError: no dtype of plain weights.
+    """
+    if rows.dtype not in KINDS:
+        raise UnsupportedError(
+            'experts_implementation="fanfold"',
+            found=f"{str(rows.dtype).removeprefix('torch.')} weights",
+            expected="bfloat16, float16 or float32 weights",
+            next_step="Load a quantised checkpoint with fanfold.load_model.",
+        )
+
+    def parted(tensor: Tensor) -> Tensor:
+        if concatenated:
+            return tensor.unflatten(1, (halves, -1))
+        return tensor.unflatten(1, (-1, halves)).transpose(1, 2)
+
+    weight = parted(rows)
+    fmt = WeightFormat.parse(KINDS[rows.dtype])
+    made = None if bias is None else parted(bias).contiguous()
+    return ProjectionWeights(fmt, weight.shape[2], weight.shape[3], {"weight": weight}, made)
