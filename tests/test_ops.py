@@ -49,6 +49,19 @@ def composed(weights: ExpertWeights, activation: Activation = SILU) -> Call:
     return run
 
 
+def gathered(weights: ExpertWeights, activation: Activation = SILU) -> Call:
+    """The layer without a plan."""
+    fanfold = torch.ops.fanfold
+    gate_up, down = ops.packed(weights.gate_up), ops.packed(weights.down)
+
+    def run(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        y1 = fanfold.gather_gate_up(x, ids, *gate_up)
+        h = fanfold.activation(y1, activation.kind, activation.alpha, activation.limit)
+        return fanfold.combine(fanfold.gather_down(h, ids, *down), ids, scores, E)
+
+    return run
+
+
 def with_biases() -> ExpertWeights:
     weights = random_experts("mxfp4", E, H, INNER)
     up, down = weights.gate_up, weights.down
@@ -95,6 +108,8 @@ def arguments(name: str, place: str = "cpu") -> list[tuple[Any, ...]]:
                 "plan_sort": (ids, E, tile),
                 "plan_blocks": (ids, E, 16, dtype == torch.bfloat16),
                 "grouped_gate_up": (x, offsets, rows, work, tile, K, *gate_up),
+                "gather_gate_up": (x, ids, *gate_up),
+                "gather_down": (h, ids, *down),
                 "activation": (y1, activation.kind, activation.alpha, activation.limit),
                 "grouped_down": (h, offsets, rows, work, tile, *down),
                 "combine": (y2[positions.long()], ids, scores, E),
@@ -140,7 +155,8 @@ def test_the_ops_together_are_the_layer(name: str, dtype: torch.dtype) -> None:
     x = numbers(T, H, dtype=dtype)
     ids, scores = random_routing(T, K, E)
     ids[0, 0], ids[3, 1] = -1, E
-    assert torch.equal(composed(weights)(x, ids, scores), layer(x, ids, scores, weights, SILU))
+    for form in (composed, gathered):
+        assert torch.equal(form(weights)(x, ids, scores), layer(x, ids, scores, weights, SILU))
 
 
 def test_the_ops_together_with_biases() -> None:
@@ -158,13 +174,15 @@ def test_the_ops_together_are_the_layer_on_a_gpu(name: str, dtype: torch.dtype, 
     weights = with_biases() if name == "with biases" else random_experts(name, E, H, INNER)
     activation = Activation("clamped_swiglu") if name == "with biases" else SILU
     run = composed(on(weights, "cuda"), activation)
+    short = gathered(on(weights, "cuda"), activation)
     batches: list[tuple[Tensor, ...]] = []
     for seed in range(3):
         ids, scores = random_routing(T, K, E, seed)
         ids[0, 0], ids[3, 1] = -1, E
         batches.append(tuple(part.cuda() for part in (numbers(T, H, seed=seed, dtype=dtype), ids, scores)))
         expected = layer(numbers(T, H, seed=seed, dtype=dtype).float(), ids, scores, weights, activation)
-        assert relative_error(run(*batches[-1]).cpu().float(), expected) < error
+        for form in (run, short):
+            assert relative_error(form(*batches[-1]).cpu().float(), expected) < error
     check_replays(lambda *given: [run(*given)], batches)
 
 
@@ -223,7 +241,7 @@ def test_the_first_compile_of_a_process() -> None:
     assert run.stdout.strip() == "[2, 3, 1, 4]", run.stderr
 
 
-@pytest.mark.parametrize("name", ["route_topk", "grouped_gate_up", "grouped_down", "activation", "combine"])
+@pytest.mark.parametrize("name", ["route_topk", "grouped_gate_up", "gather_down", "activation", "combine"])
 def test_backward_raises(name: str) -> None:
     first, *rest = arguments(name)[0]
     out = _tuple(getattr(torch.ops.fanfold, name)(first.clone().requires_grad_(), *rest))[-1]

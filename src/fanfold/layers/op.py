@@ -24,9 +24,7 @@ from fanfold.spec.weights import ExpertWeights
 class Layer(Protocol):
     """What the operation calls."""
 
-    def run(
-        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, /
-    ) -> Tensor:
+    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, /) -> Tensor:
         """The layer's result, [T, H]."""
         ...
 
@@ -80,7 +78,7 @@ def _packed(
         return reference_layer(hidden, topk_ids, topk_weights, weights, activation)
     from fanfold.layers.implementations.grouped import Grouped
 
-    return Grouped(weights, activation, batch_invariant=False).run(hidden, topk_ids, topk_weights)
+    return Grouped(weights, activation).run(hidden, topk_ids, topk_weights)
 
 
 def _packed_fake(hidden: Tensor, *others: Any) -> Tensor:

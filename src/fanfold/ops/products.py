@@ -13,6 +13,8 @@ from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.grouped.reference import grouped
 from fanfold.ops.op import Op
 from fanfold.ops.packed import Packed, projection_of, schema
+from fanfold.routing.reference import plan_sort
+from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ProjectionWeights
 from fanfold.spec.work import WorkList
 
@@ -54,13 +56,10 @@ def grouped_gate_up_cuda(
     x: Tensor, expert_offsets: Tensor, sorted_rows: Tensor, work: Tensor, tile: int, top_k: int, *packed: *Packed
 ) -> Tensor:
     """grouped_gate_up on the GPU, in one launch. Rows of no expert are not written."""
-    from fanfold.kernels.common.device import arch_of
     from fanfold.kernels.grouped import launch
-    from fanfold.kernels.grouped.configs import config_for
 
     weights = projection_of(*packed)
-    rows = sorted_rows.numel()
-    config = config_for(weights.format, weights.k, x.dtype, arch_of(x.device), rows, weights.num_experts)
+    config = _config(weights, x, sorted_rows.numel())
     return launch.grouped_gate_up(x, weights, WorkList(work, tile), sorted_rows, top_k, config)
 
 
@@ -83,14 +82,10 @@ def grouped_down_cuda(
     h: Tensor, expert_offsets: Tensor, sorted_rows: Tensor, work: Tensor, tile: int, *packed: *Packed
 ) -> Tensor:
     """grouped_down on the GPU, in one launch. Rows of no expert are not written."""
-    from fanfold.kernels.common.device import arch_of
     from fanfold.kernels.grouped import launch
-    from fanfold.kernels.grouped.configs import config_for
 
     weights = projection_of(*packed)
-    rows = sorted_rows.numel()
-    config = config_for(weights.format, weights.k, h.dtype, arch_of(h.device), rows, weights.num_experts)
-    return launch.grouped_down(h, weights, WorkList(work, tile), sorted_rows, config)
+    return launch.grouped_down(h, weights, WorkList(work, tile), sorted_rows, _config(weights, h, sorted_rows.numel()))
 
 
 def grouped_down_fake(
@@ -98,6 +93,61 @@ def grouped_down_fake(
 ) -> Tensor:
     """Shapes of grouped_down."""
     return h.new_empty((h.shape[0], packed[4]))
+
+
+def gather_gate_up(x: Tensor, topk_ids: Tensor, *packed: *Packed) -> Tensor:
+    """[T, H] -> y1 [R, P*N] by row = token*k + slot, without a plan; rows of no expert are 0."""
+    top_k = topk_ids.shape[1]
+    return _by_row(x.repeat_interleave(top_k, dim=0), topk_ids, projection_of(*packed))
+
+
+def gather_gate_up_cuda(x: Tensor, topk_ids: Tensor, *packed: *Packed) -> Tensor:
+    """gather_gate_up on the GPU, in one launch: a weight tile is read once for each of its rows. For few rows.
+
+    Rows of no expert are not written.
+    """
+    from fanfold.kernels.grouped import rows
+
+    weights = projection_of(*packed)
+    return rows.gather_gate_up(x, weights, topk_ids.contiguous(), _config(weights, x, topk_ids.numel()))
+
+
+def gather_gate_up_fake(x: Tensor, topk_ids: Tensor, *packed: *Packed) -> Tensor:
+    """Shapes of gather_gate_up."""
+    _, _, tensors, _, n, _ = packed
+    return x.new_empty((topk_ids.shape[0] * topk_ids.shape[1], tensors[0].shape[1] * n))
+
+
+def gather_down(h: Tensor, topk_ids: Tensor, *packed: *Packed) -> Tensor:
+    """[R, I] by row -> y2 [R, H] by row, without a plan; rows of no expert are 0."""
+    return _by_row(h, topk_ids, projection_of(*packed))
+
+
+def gather_down_cuda(h: Tensor, topk_ids: Tensor, *packed: *Packed) -> Tensor:
+    """gather_down on the GPU, in one launch. Rows of no expert are not written."""
+    from fanfold.kernels.grouped import rows
+
+    weights = projection_of(*packed)
+    return rows.gather_down(h, weights, topk_ids.contiguous(), _config(weights, h, topk_ids.numel()))
+
+
+def gather_down_fake(h: Tensor, topk_ids: Tensor, *packed: *Packed) -> Tensor:
+    """Shapes of gather_down."""
+    return h.new_empty((h.shape[0], packed[4]))
+
+
+def _config(weights: ProjectionWeights, x: Tensor, rows: int) -> LaunchConfig:
+    from fanfold.kernels.common.device import arch_of
+    from fanfold.kernels.grouped.configs import config_for
+
+    return config_for(weights.format, weights.k, x.dtype, arch_of(x.device), rows, weights.num_experts)
+
+
+def _by_row(x: Tensor, topk_ids: Tensor, projection: ProjectionWeights) -> Tensor:
+    route = plan_sort(topk_ids, projection.num_experts)
+    y = _product(x[route.sorted_rows.long()], route.expert_offsets, projection)
+    y[int(route.expert_offsets[-1]) :] = 0
+    return y[route.positions.long()]
 
 
 def _product(x: Tensor, expert_offsets: Tensor, projection: ProjectionWeights) -> Tensor:
@@ -123,4 +173,10 @@ OPS = {
         grouped_gate_up_fake,
     ),
     "grouped_down": Op(f"(Tensor h, {PLAN}, {schema()}) -> Tensor", grouped_down, grouped_down_cuda, grouped_down_fake),
+    "gather_gate_up": Op(
+        f"(Tensor x, Tensor topk_ids, {schema()}) -> Tensor", gather_gate_up, gather_gate_up_cuda, gather_gate_up_fake
+    ),
+    "gather_down": Op(
+        f"(Tensor h, Tensor topk_ids, {schema()}) -> Tensor", gather_down, gather_down_cuda, gather_down_fake
+    ),
 }

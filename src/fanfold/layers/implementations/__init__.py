@@ -49,4 +49,4 @@ def implement(name: str, weights: ExpertWeights, activation: Activation, batch_i
         return GroupedInt4Sm90(weights, activation, batch_invariant)
     from fanfold.layers.implementations.grouped import Grouped
 
-    return Grouped(weights, activation, batch_invariant)
+    return Grouped.prepared(weights, activation, batch_invariant)

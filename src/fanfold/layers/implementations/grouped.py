@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fanfold.errors import ArgumentError
 from fanfold.kernels.combine.combine import combine
 from fanfold.kernels.common.device import arch_of
+from fanfold.kernels.grouped.act_order import sort_by_group
 from fanfold.kernels.grouped.configs import config_for, pinned_config
 from fanfold.kernels.grouped.launch import grouped_down, grouped_gate_up
+from fanfold.kernels.grouped.rows import gather_down, gather_gate_up
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.launch import LaunchConfig
@@ -16,38 +19,77 @@ from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
 
 class Grouped:
-    """Plan, gate_up with the activation, down, weighted sum: four launches, five for many rows.
+    """One token: gate_up with the activation, down, weighted sum. More: the plan before (two launches for many rows).
 
     Args:
         weights: the packed experts, on the GPU.
         activation: between gate_up and down.
         batch_invariant: one config for any number of rows.
+        gate_up_order, down_order: int32 [E, K] of weights that `sort_by_group` made.
     """
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, batch_invariant: bool) -> None:
-        self.packed = weights
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        activation: Activation,
+        batch_invariant: bool = False,
+        gate_up_order: Tensor | None = None,
+        down_order: Tensor | None = None,
+    ) -> None:
+        self.weights = weights
         self.activation = activation
         self.batch_invariant = batch_invariant
+        self.gate_up_order = gate_up_order
+        self.down_order = down_order
         self.arch = arch_of(next(iter(weights.down.tensors.values())).device)
+
+    @classmethod
+    def prepared(cls, weights: ExpertWeights, activation: Activation, batch_invariant: bool) -> Grouped:
+        """The layer with act-order sorted by group, once; it keeps the sorted weights alone."""
+        gate_up, gate_up_order = _sorted(weights.gate_up)
+        down, down_order = _sorted(weights.down)
+        return cls(ExpertWeights(gate_up, down), activation, batch_invariant, gate_up_order, down_order)
+
+    @property
+    def packed(self) -> ExpertWeights | None:
+        """The weights as they lie on disk; None where they have been sorted."""
+        return self.weights if self.gate_up_order is None and self.down_order is None else None
 
     @property
     def nbytes(self) -> int:
         """Resident bytes of the weights."""
-        return self.packed.nbytes
+        orders = [order.nbytes for order in (self.gate_up_order, self.down_order) if order is not None]
+        return self.weights.nbytes + sum(orders)
 
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """See Implementation."""
-        gate_up, down = self.packed.gate_up, self.packed.down
-        experts, top_k, rows = gate_up.num_experts, topk_ids.shape[1], topk_ids.numel()
-        first = self._config(gate_up, hidden.dtype, rows, fused=True)
-        second = self._config(down, hidden.dtype, rows, fused=False)
+        gate_up, down = self.weights.gate_up, self.weights.down
+        experts, (tokens, top_k) = gate_up.num_experts, topk_ids.shape
+        first = self._config(gate_up, hidden.dtype, tokens * top_k, fused=True)
+        second = self._config(down, hidden.dtype, tokens * top_k, fused=False)
         with torch.cuda.device_of(hidden):
-            route, work = plan_sort(topk_ids, experts, first.block_t)
-            h = grouped_gate_up(hidden, gate_up, work, route.sorted_rows, top_k, first, self.activation)
-            y2 = grouped_down(h, down, work, route.sorted_rows, second, scatter=True)
+            if tokens == 1:
+                ids = topk_ids.contiguous()
+                h = gather_gate_up(hidden, gate_up, ids, first, self.activation, self.gate_up_order)
+                y2 = gather_down(h, down, ids, second, permutation=self.down_order)
+            else:
+                route, work = plan_sort(topk_ids, experts, first.block_t)
+                rows = route.sorted_rows
+                h = grouped_gate_up(hidden, gate_up, work, rows, top_k, first, self.activation, self.gate_up_order)
+                y2 = grouped_down(h, down, work, rows, second, scatter=True, permutation=self.down_order)
             return combine(y2, topk_ids, topk_weights, experts)
 
     def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:
         if self.batch_invariant:
             return pinned_config(weights.format, weights.k, dtype, self.arch, fused)
         return config_for(weights.format, weights.k, dtype, self.arch, rows, weights.num_experts, fused)
+
+
+def _sorted(weights: ProjectionWeights) -> tuple[ProjectionWeights, Tensor | None]:
+    """Weights and order, where their groups can be sorted; else as they are."""
+    if not weights.format.act_order:
+        return weights, None
+    try:
+        return sort_by_group(weights)
+    except ArgumentError:  # groups of unlike sizes: the product looks up the scale of each input
+        return weights, None
