@@ -24,11 +24,12 @@ from fanfold.kernels.combine.combine import combine
 from fanfold.kernels.grouped.sm90.fragments import from_fragments, separate
 from fanfold.kernels.grouped.sm90.items import WorkItems, single_items, tiled_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
-from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
 from fanfold.kernels.grouped.sm90.tuned import TunedLayer, read_table
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.routing.plan import plan_sort
-from fanfold.spec import WeightFormat
+from fanfold.spec import Activation, WeightFormat
 
+SILU = Activation()
 FORMAT = WeightFormat.parse("gptq4-g128")
 SHAPES = {"qwen3-30b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336), "deepseek-v3/8": (32, 8, 7168, 2048)}
 """E, k, H, I; the last is one of 8 expert-parallel ranks."""
@@ -58,9 +59,10 @@ def random_weights(experts: int, halves: int, n: int, k: int, seed: int) -> Frag
 
 def dense(weights: FragmentWeights, expert: int) -> Tensor:
     """fp32 [P, N, K] of one expert."""
-    codes = from_fragments(weights.words[expert]).float()
-    scales = weights.scales[expert].float().transpose(1, 2).flatten(0, 1).repeat_interleave(FORMAT.group_size, 1)
-    return separate((codes - 8.0) * scales, weights.halves)
+    one = slice(expert, expert + 1)
+    codes = from_fragments(weights.words[one]).float()
+    scales = weights.scales[one].float().transpose(2, 3).flatten(1, 2).repeat_interleave(FORMAT.group_size, 2)
+    return separate((codes - 8.0) * scales, weights.halves)[0]
 
 
 def random_batch(row: TunedLayer, seed: int) -> Batch:
@@ -75,14 +77,14 @@ def random_batch(row: TunedLayer, seed: int) -> Batch:
 def plan(row: TunedLayer, ids: Tensor) -> WorkItems:
     """Work items of a batch; a single token needs no plan."""
     if row.tokens == 1:
-        return single_items(ids, row.experts)
+        return single_items(ids)
     return tiled_items(*plan_sort(ids, row.experts, row.gate_up.block_t))
 
 
 def layer(row: TunedLayer, gate_up: FragmentWeights, down: FragmentWeights, batch: Batch) -> Tensor:
     """[T, H] -> [T, H]."""
     work = plan(row, batch.ids)
-    h = grouped_gate_up(batch.x, gate_up, work, row.top_k, row.gate_up, row.chained)
+    h = grouped_gate_up(batch.x, gate_up, work, row.top_k, row.gate_up, SILU, row.chained)
     y2 = grouped_down(h, down, work, row.down, row.chained)
     return combine(y2, batch.ids, batch.weights, row.experts, dtype=batch.x.dtype)
 
@@ -164,7 +166,7 @@ def measure(
         "layer": [lambda a=a, b=b, c=c: layer(row, a, b, c) for a, b, c in turns],
         "plan": [lambda c=c: plan(row, c.ids) for _, _, c in turns],
         "gate_up": [
-            lambda a=a, c=c, w=w: grouped_gate_up(c.x, a, w, row.top_k, row.gate_up)
+            lambda a=a, c=c, w=w: grouped_gate_up(c.x, a, w, row.top_k, row.gate_up, SILU)
             for (a, _, c), w in zip(turns, works, strict=True)
         ],
         "down": [
@@ -204,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [
             row
             for row in read_table()
-            if (row.experts, row.top_k, row.hidden, row.intermediate) == SHAPES[name]
+            if row.format == "int4"
+            and (row.experts, row.top_k, row.hidden, row.intermediate) == SHAPES[name]
             and (given.tokens is None or row.tokens in given.tokens)
         ]
         pairs = [

@@ -37,7 +37,7 @@ def test_the_manifest_holds_these_kernels() -> None:
     manifest = json.loads(MANIFEST.read_text())
     assert list(manifest["registers and shared bytes"]) == list(KERNELS)
     assert set(manifest["spilled bytes a thread"]) < set(KERNELS)
-    assert max(manifest["spilled bytes a thread"].values()) <= 64
+    assert max(manifest["spilled bytes a thread"].values()) <= 72
 
 
 def write_manifest() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from fanfold.errors import ArgumentError
 from fanfold.kernels.grouped.sm90.fragments import TILE
-from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
+from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.spec.weight_format import WeightFormat
 
 BLOCK_T = (8, 16, 32, 64, 128, 256)
+BLOCK_K = (512, 256, 128, 64)
 WHOLE_GROUP = 64
 """Fewest inputs of a group whose sum can be scaled: one tile."""
 
@@ -45,7 +49,7 @@ class Sm90Config:
             "smallest_t": tuple(t for t in (self.block_t, self.block_t // 2, self.block_t // 4) if t >= BLOCK_T[0]),
             "warpgroups": (1, 2, 4),
             "slabs": (1, 2),
-            "block_k": (64, 128, 256, 512),
+            "block_k": BLOCK_K,
             # Where weights are scaled, the product of the step before is still reading when a stage is filled.
             "stages": tuple(range(2 if self.scale_on_sum else 3, 9)),
             "together": tuple(range(1, 17)),
@@ -78,31 +82,46 @@ class Sm90Config:
         return "-".join(parts)
 
 
-def check_config(op: str, config: Sm90Config, weights: FragmentWeights) -> None:
+@cache
+def misfits(config: Sm90Config, fmt: WeightFormat, rows: int, k: int, gate_up: bool) -> tuple[str, ...]:
+    """What a config expects of weights [rows, k], both padded, and does not find; empty where it fits.
+
+    Args:
+        config: tile sizes.
+        fmt: of the weights.
+        rows: weight rows of an expert.
+        k: inputs.
+        gate_up: the first product of a layer; else down.
+    """
+    fp4 = fmt.kind in FP4_GROUPS
+    group = WHOLE_GROUP if fp4 else fmt.group_size
+    inputs = k // config.parts
+    steps = inputs // config.block_k
+    wanted = {
+        f"weight rows in multiples of {config.rows}": rows % config.rows == 0,
+        f"K in multiples of {config.block_k * config.parts}": k % (config.block_k * config.parts) == 0,
+        "at least two steps of block_k": steps >= 2,
+        "whole groups in each part of K": inputs % group == 0,
+        "block_k that holds whole groups, of 64 or more": not config.scale_on_sum
+        or (group >= WHOLE_GROUP and config.block_k % group == 0 and not fp4),
+        # Two fragments take turns as the operand of products in flight.
+        "an even number of tiles": config.scale_on_sum or (config.block_k // TILE * config.slabs * steps) % 2 == 0,
+        "one part, for gate_up and for fp4": config.parts == 1 or not (gate_up or fp4),
+    }
+    return tuple(expected for expected, good in wanted.items() if not good)
+
+
+def check_config(op: str, config: Sm90Config, weights: FragmentWeights, gate_up: bool) -> None:
     """Whether the tiles divide the weights, and a stage the groups.
 
     Raises:
         ArgumentError: they do not.
     """
-    group = WHOLE_GROUP if weights.fp4_group else weights.format.group_size
-    inputs = weights.k // config.parts
-    steps = inputs // config.block_k
-    wanted = {
-        f"weight rows in multiples of {config.rows}": weights.rows % config.rows == 0,
-        f"K in multiples of {config.block_k * config.parts}": weights.k % (config.block_k * config.parts) == 0,
-        "at least two steps of block_k": steps >= 2,
-        "whole groups in each part of K": inputs % group == 0,
-        "block_k that holds whole groups, of 64 or more": not config.scale_on_sum
-        or (group >= WHOLE_GROUP and config.block_k % group == 0 and not weights.fp4_group),
-        # Two fragments take turns as the operand of products in flight.
-        "an even number of tiles": config.scale_on_sum or (config.block_k // TILE * config.slabs * steps) % 2 == 0,
-        "one part, for gate_up and for fp4": config.parts == 1 or (weights.halves == 1 and not weights.fp4_group),
-    }
-    for expected, good in wanted.items():
-        if not good:
-            raise ArgumentError(
-                f"{op}: config",
-                found=f"{config.name} for {weights.format} [{weights.rows}, {weights.k}]",
-                expected=expected,
-                next_step="Take a config of the tuned table for such sizes.",
-            )
+    found = misfits(config, weights.format, weights.rows, weights.padded_k, gate_up)
+    if found:
+        raise ArgumentError(
+            f"{op}: config",
+            found=f"{config.name} for {weights.format} [{weights.rows}, {weights.padded_k}]",
+            expected=found[0],
+            next_step="Take the config that config_for gives for these weights.",
+        )

@@ -24,41 +24,44 @@ EIGHT = 8
 
 
 def interleave(halves: Tensor) -> Tensor:
-    """[P, N, ...] -> [P*N, ...]: eight rows of gate, then the same eight of up; one half stays as it is.
+    """[E, P, N, ...] -> [E, P*N, ...]: eight rows of gate, then the same eight of up; one half stays as it is.
 
     Args:
         halves: N a multiple of 8 where P is 2.
     """
-    p, n, *rest = halves.shape
-    return halves.reshape(p, n // EIGHT, EIGHT, *rest).transpose(0, 1).reshape(p * n, *rest) if p > 1 else halves[0]
+    experts, p, n, *rest = halves.shape
+    if p == 1:
+        return halves[:, 0]
+    return halves.reshape(experts, p, n // EIGHT, EIGHT, *rest).transpose(1, 2).reshape(experts, p * n, *rest)
 
 
 def separate(rows: Tensor, halves: int) -> Tensor:
-    """[P*N, ...] -> [P, N, ...], the inverse of `interleave`."""
-    count, *rest = rows.shape
-    return rows.reshape(-1, halves, EIGHT, *rest).transpose(0, 1).reshape(halves, count // halves, *rest)
+    """[E, P*N, ...] -> [E, P, N, ...], the inverse of `interleave`."""
+    experts, count, *rest = rows.shape
+    eights = rows.reshape(experts, -1, halves, EIGHT, *rest).transpose(1, 2)
+    return eights.reshape(experts, halves, count // halves, *rest)
 
 
 def to_fragments(codes: Tensor) -> Tensor:
-    """Codes uint8 [N, K] in [0, 16) -> int32 [N/64, K/64, 512] in fragment order; N and K are multiples of 64."""
-    n, k = codes.shape
+    """Codes uint8 [..., N, K] in [0, 16) -> int32 [..., N/64, K/64, 512]; N and K are multiples of 64."""
+    *lead, n, k = codes.shape
     # n = slab, warp, row8, row; k = tile, word, k8, c, j
-    t = codes.reshape(n // TILE, 4, 2, 8, k // TILE, 4, 2, 4, 2)
+    t = codes.reshape(-1, n // TILE, 4, 2, 8, k // TILE, 4, 2, 4, 2)
     # -> slab, tile, warp, row, c, word, (j, row8, k8): nibble = 4*j + 2*row8 + k8
-    t = t.permute(0, 4, 1, 3, 7, 5, 8, 2, 6).reshape(n // TILE, k // TILE, 4 * WORDS, 2)
+    t = t.permute(0, 1, 5, 2, 4, 8, 6, 9, 3, 7).reshape(*lead, n // TILE, k // TILE, 4 * WORDS, 2)
     return (t[..., 0] | (t[..., 1] << 4)).view(torch.int32)
 
 
 def from_fragments(words: Tensor) -> Tensor:
-    """int32 [N/64, K/64, 512] -> codes uint8 [N, K], the inverse of `to_fragments`."""
-    slabs, tiles, _ = words.shape
+    """int32 [..., N/64, K/64, 512] -> codes uint8 [..., N, K], the inverse of `to_fragments`."""
+    *lead, slabs, tiles, _ = words.shape
     octets = words.contiguous().view(torch.uint8)
-    t = torch.stack((octets & 15, octets >> 4), -1).reshape(slabs, tiles, 4, 8, 4, 4, 2, 2, 2)
-    return t.permute(0, 2, 7, 3, 1, 5, 8, 4, 6).reshape(slabs * TILE, tiles * TILE)
+    t = torch.stack((octets & 15, octets >> 4), -1).reshape(-1, slabs, tiles, 4, 8, 4, 4, 2, 2, 2)
+    return t.permute(0, 1, 3, 8, 4, 2, 6, 9, 5, 7).reshape(*lead, slabs * TILE, tiles * TILE)
 
 
 def e2m1_words(codes: Tensor) -> Tensor:
-    """E2M1 codes uint8 [N, K] -> int32 [N/64, K/64, 512]: the order of `to_fragments`, bits placed for bf16.
+    """E2M1 codes uint8 [..., N, K] -> int32 [..., N/64, K/64, 512]: the order of `to_fragments`, bits placed for bf16.
 
     Each 16-bit half holds four codes. The sign of code p < 3 is bit 15 - 3*p and the rest bits 8 - 3*p to 6 - 3*p, so
     that a shift by 3*p and one mask make bf16 of code * 2^-126. Code 3 has the bits left over: sign 14, then 13, 11
@@ -78,7 +81,7 @@ def e2m1_words(codes: Tensor) -> Tensor:
 
 
 def e2m1_codes(words: Tensor) -> Tensor:
-    """int32 [N/64, K/64, 512] -> E2M1 codes uint8 [N, K], the inverse of `e2m1_words`."""
+    """int32 [..., N/64, K/64, 512] -> E2M1 codes uint8 [..., N, K], the inverse of `e2m1_words`."""
     fragments = torch.zeros_like(words)
     for half in (0, 16):
         bits = (words >> half) & 0xFFFF

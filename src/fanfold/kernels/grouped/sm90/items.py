@@ -15,7 +15,6 @@ from fanfold.errors import ArgumentError
 from fanfold.spec.route import Route
 from fanfold.spec.work import WorkList
 
-BLOCK = 256  # ids that a program of `single_kernel` reads
 MOST_EXPERTS = 2**15  # what the word has room for
 
 
@@ -25,7 +24,7 @@ class WorkItems:
 
     Attributes:
         items: int64 [S]: expert << 48 | rows << 32 | first sorted position; -1 holds no work. Where `single`, int32
-            [R]: the expert of each row, or -1.
+            or int64 [R]: the expert of each row; ids outside [0, E) hold no work.
         rows: int32 [S, tile], rows of each item, unset behind their count; where `single`, `items` again.
         total: R.
         tile: most rows of an item; 1 where `single`.
@@ -56,15 +55,6 @@ def tiled_kernel(
     tl.store(rows_ptr + slot * TILE + t, rows, mask=inside)
 
 
-@triton.jit
-def single_kernel(ids_ptr: tl.tensor, items_ptr: tl.tensor, R: tl.tensor, E: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Expert of each row; -1 where the id is no expert's (compared before an int64 id is narrowed)."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + row, mask=row < R, other=-1)
-    here = (ids >= 0) & (ids < E)
-    tl.store(items_ptr + row, tl.where(here, ids, -1).to(tl.int32), mask=row < R)
-
-
 def tiled_items(route: Route, work: WorkList) -> WorkItems:
     """Work items of a plan.
 
@@ -91,12 +81,12 @@ def tiled_items(route: Route, work: WorkList) -> WorkItems:
     return WorkItems(items, rows, total, tile, single=False)
 
 
-def single_items(topk_ids: Tensor, num_experts: int) -> WorkItems:
-    """Work items of a few tokens, one a row, without a plan.
+def single_items(topk_ids: Tensor) -> WorkItems:
+    """Work items of a few tokens, one a row, without a plan and without a launch: the ids as they are.
 
     Args:
-        topk_ids: int32 or int64 [T, k]; ids outside [0, E) are experts of another rank.
-        num_experts: E.
+        topk_ids: int32 or int64 [T, k], contiguous (else they are copied); ids outside [0, E) are experts of another
+            rank. They are read when the products run.
 
     Raises:
         ArgumentError: topk_ids are no such array.
@@ -104,11 +94,8 @@ def single_items(topk_ids: Tensor, num_experts: int) -> WorkItems:
     if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         found = f"{topk_ids.dtype} {list(topk_ids.shape)}".removeprefix("torch.")
         raise _wrong("single_items", "topk_ids", found, "int32 or int64 [T, k]")
-    total = topk_ids.numel()
-    items = torch.empty(total, dtype=torch.int32, device=topk_ids.device)
-    if total:
-        single_kernel[(triton.cdiv(total, BLOCK),)](topk_ids.contiguous(), items, total, num_experts, BLOCK=BLOCK)
-    return WorkItems(items, items, total, 1, single=True)
+    ids = topk_ids.reshape(-1)
+    return WorkItems(ids, ids, ids.shape[0], 1, single=True)
 
 
 def _check(op: str, name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> None:

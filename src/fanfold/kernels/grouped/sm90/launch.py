@@ -12,32 +12,42 @@ from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.checks import check_arguments, check_device
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 from fanfold.kernels.grouped.sm90.items import WorkItems
-from fanfold.kernels.grouped.sm90.prepare import FragmentWeights
+from fanfold.kernels.grouped.sm90.reorder import reorder
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.spec.activation import Activation
 
 
 def grouped_gate_up(
-    x: Tensor, weights: FragmentWeights, work: WorkItems, top_k: int, config: Sm90Config, chained: bool = False
+    x: Tensor,
+    weights: FragmentWeights,
+    work: WorkItems,
+    top_k: int,
+    config: Sm90Config,
+    activation: Activation | None,
+    chained: bool = False,
 ) -> Tensor:
-    """h = act( silu(fp32(gate)) * fp32(up) ), gate and up = act(x[token] . W13[e]^T), of all rows.
+    """y1 = act(x[token] . W13[e]^T + bias) of all rows, or h = act(activation(y1)).
 
     Args:
         x: [T, H], bf16, or fp16 for integer weights; contiguous.
-        weights: gate and up.
+        weights: gate and up, or up alone.
         work: tiles of `config.block_t` rows, or single rows.
         top_k: k.
-        config: of the tuned table.
+        config: of `config_for`.
+        activation: None gives y1. Else h: y1 is rounded in between, so that the bits are those of two steps.
         chained: programs start while the kernel before still runs, and wait for it before they read work items.
             Weights are read after that too.
 
     Returns:
-        h [R, I] at sorted positions, in x's dtype. Positions that no work item holds are not written.
+        y1 [R, P*I] (gate first, then up) or h [R, I] at sorted positions, in x's dtype. Positions that no work item
+        holds are not written. Columns are in the order `weights.hidden_order`.
 
     Raises:
         ArgumentError: an argument does not go with the others.
         UnavailableError: x is not on a Hopper GPU.
     """
     op = "grouped_gate_up on sm_90"
-    check_arguments(op, "x", x, weights, work, config, halves=2)
+    check_arguments(op, "x", x, weights, work, config, gate_up=True)
     if top_k < 1 or x.shape[0] * top_k != work.total:
         raise ArgumentError(
             f"{op}: work",
@@ -45,18 +55,28 @@ def grouped_gate_up(
             expected=f"{x.shape[0]} tokens of x * top_k {top_k}",
             next_step="Pass the work items of these tokens.",
         )
+    if activation is not None and activation.gated != (weights.halves == 2):
+        raise ArgumentError(
+            f"{op}: activation",
+            found=f"{activation.kind} with {weights.halves} halves",
+            expected="a gated activation for gate and up, relu2 for up alone",
+            next_step="Pass the activation of the layer that these weights belong to.",
+        )
     check_device(op, x)
-    h = x.new_empty((work.total, weights.n))
-    return _launch(x, weights, work, h, config, chained, top_k=top_k)
+    if weights.order is not None:
+        x = reorder(x, weights.order, work, top_k)
+    y = x.new_empty((work.total, weights.n * (weights.halves if activation is None else 1)))
+    return _launch(x, weights, work, y, config, chained, top_k, activation)
 
 
 def grouped_down(
     h: Tensor, weights: FragmentWeights, work: WorkItems, config: Sm90Config, chained: bool = False
 ) -> Tensor:
-    """y2 = act(h . W2[e]^T) of all rows.
+    """y2 = act(h . W2[e]^T + bias) of all rows.
 
     Args:
-        h: [R, I] at sorted positions, bf16, or fp16 for integer weights; contiguous.
+        h: [R, I] at sorted positions, bf16, or fp16 for integer weights; contiguous; columns in the order
+            `weights.hidden_order`, as gate_up leaves them.
         weights: down.
         work: as for gate_up.
         config: of the tuned table.
@@ -72,13 +92,20 @@ def grouped_down(
         UnavailableError: h is not on a Hopper GPU.
     """
     op = "grouped_down on sm_90"
-    check_arguments(op, "h", h, weights, work, config, halves=1)
+    check_arguments(op, "h", h, weights, work, config, gate_up=False)
     if h.shape[0] != work.total:
         raise ArgumentError(
             f"{op}: h",
             found=f"{h.shape[0]} rows",
             expected=f"{work.total}, the rows of the work items",
             next_step="Pass the rows of this plan, in sorted order.",
+        )
+    if weights.halves != 1 or weights.order is not None:
+        raise ArgumentError(
+            f"{op}: weights",
+            found=f"{weights.halves} halves, {'no order' if weights.order is None else 'an order'} of inputs",
+            expected="1 half, and inputs in the order of h",
+            next_step="Pass the down projection that prepare_layer made.",
         )
     check_device(op, h)
     if config.parts == 1:
@@ -96,6 +123,7 @@ def launch_arguments(
     config: Sm90Config,
     chained: bool,
     top_k: int | None = None,
+    activation: Activation | None = None,
 ) -> dict[str, Any]:
     """Arguments and launch options of `grouped_int4_sm90`, by name; what is compiled depends on nothing else.
 
@@ -107,24 +135,30 @@ def launch_arguments(
         config: tile sizes.
         chained: see `grouped_gate_up`.
         top_k: k for gate_up, None for down.
+        activation: behind gate_up.
     """
     fp4 = weights.fp4_group
-    no_zeros = weights.words  # a pointer that is not read
+    nothing = weights.words  # a pointer that is not read
     arguments: dict[str, Any] = dict(
         x_ptr=x,
         w_ptr=weights.words,
         s_ptr=weights.scales,
-        z_ptr=weights.global_scale if fp4 else no_zeros if weights.zeros is None else weights.zeros,
+        z_ptr=weights.global_scale if fp4 else nothing if weights.zeros is None else weights.zeros,
+        b_ptr=nothing if weights.bias is None else weights.bias,
         y_ptr=y,
         work_ptr=work.items,
         rows_ptr=work.rows,
         slots=work.items.shape[0],
+        experts=weights.num_experts,
+        N=weights.n,
         NR=weights.rows,
         stride_x=weights.k,
-        stride_y=weights.n,
+        stride_y=y.shape[-1],
         stride_split=y.stride(0) if config.parts > 1 else 0,
         top_k=1 if top_k is None else top_k,
-        K=weights.k,
+        alpha=0.0 if activation is None else activation.alpha,
+        limit=0.0 if activation is None else activation.limit,
+        K=weights.padded_k,
         G=weights.format.group_size,
         BT=config.block_t,
         BT_MIN=config.smallest_t,
@@ -136,9 +170,14 @@ def launch_arguments(
         SPLIT=config.parts,
         POST=config.scale_on_sum,
         GATE_UP=top_k is not None,
+        GATHER=top_k is not None and weights.order is None,
+        HALVES=weights.halves,
+        ACT=None if activation is None else activation.kind,
+        BIAS=weights.bias is not None,
         DIRECT=work.single,
         ZEROS=weights.zeros is not None,
         FP4=fp4,
+        PAD_K=weights.padded_k != weights.k,
         PDL=chained,
         num_warps=4 * config.warpgroups,
     )
@@ -153,11 +192,13 @@ def _launch(
     config: Sm90Config,
     chained: bool,
     top_k: int | None = None,
+    activation: Activation | None = None,
 ) -> Tensor:
     """One launch on the current stream; none where there is nothing to do."""
     if work.total == 0 or weights.num_experts == 0:
         return y
     grid = (work.items.shape[0] * (weights.rows // config.rows) * config.parts,)
     with torch.cuda.device_of(y):
-        product.grouped_int4_sm90[grid](**launch_arguments(x, weights, work, y, config, chained, top_k))
+        arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation)
+        product.grouped_int4_sm90[grid](**arguments)
     return y

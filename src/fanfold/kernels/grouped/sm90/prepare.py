@@ -2,155 +2,162 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fanfold.errors import UnsupportedError
 from fanfold.kernels.common.layouts import layout
-from fanfold.kernels.grouped.sm90.fragments import TILE, WORDS, e2m1_words, interleave, to_fragments
+from fanfold.kernels.grouped.sm90 import file_codes
+from fanfold.kernels.grouped.sm90.act_order import sorted_inputs
+from fanfold.kernels.grouped.sm90.fragments import TILE, e2m1_words, interleave, to_fragments
+from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS, refusal
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.spec.weight_format import WeightFormat
-from fanfold.spec.weights import ProjectionWeights
+from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
-INTEGERS = ("gptq", "awq", "packed")
-FP4_GROUPS = {"nvfp4": 16, "mxfp4": 32}
-GROUPS = (32, 64, 128)
-"""Group sizes of integers that the product has been run with."""
 LARGEST_E4M3 = 0x7E
 """Scales are read without their sign; 0x7F is NaN."""
 LARGEST_E8M0 = 136
 """2^9: a scale is made as bf16 of scale * 2^118."""
-# Nibble i of an AWQ word holds column 0, 2, 4, 6, 1, 3, 5, 7; column j is in this nibble.
-AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
-ONES = 0x11111111
-"""A 1 in each nibble: what writers of GPTQ's "v1" subtract from a word of zero points."""
+PADDING = 2 * TILE
+"""Rows and inputs are padded to multiples of this, so that a stage of 128 inputs and 128 rows a program always fit."""
+AT_ONCE = 2**26
+"""Codes that are unpacked at once, a byte each."""
 
 
-@dataclass(frozen=True, eq=False)
-class FragmentWeights:
-    """One projection of all experts in fragment order. NR = P*N rows, gate and up in turn by eights (`fragments`).
+def prepare_layer(weights: ExpertWeights) -> tuple[FragmentWeights, FragmentWeights]:
+    """Both projections of a layer, act-order included; the weights themselves are left as they are.
 
-    Attributes:
-        format: as the weights lay on disk.
-        n: outputs of one half.
-        k: inputs.
-        halves: P, 2 for gate and up, 1 for down.
-        words: int32 [E, NR/64, K/64, 512].
-        scales: fp16 [E, NR/64, K/G, 64]; of E2M1 codes uint8 [E, NR/64, K/64, 64, 64/G], the file's bytes.
-        zeros: zero points uint8, shaped as scales, of asymmetric integers.
-        global_scale: of E2M1 codes: fp32 [E, P], by which a whole matrix is multiplied; ones for MXFP4, and for NVFP4
-            files that store a divisor its rounded reciprocal.
+    K is sorted by group. Down's order costs nothing at run time: gate and up make h in it (see
+    `FragmentWeights.hidden_order`). That of gate and up costs a reordered copy of x for each row.
+
+    Reads back whether scales and groups are as needed, so it waits for the device: call it at load.
+
+    Args:
+        weights: GPTQ, AWQ or pack-quantized of 4 bits, NVFP4 or MXFP4; biases are kept.
+
+    Returns:
+        gate_up and down.
+
+    Raises:
+        UnsupportedError: the product does not run such weights (names the reason); the portable one does.
+        ArgumentError: a tensor is not what the format says.
     """
-
-    format: WeightFormat
-    n: int
-    k: int
-    halves: int
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    global_scale: Tensor | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.words.shape[0]
-
-    @property
-    def rows(self) -> int:
-        """NR."""
-        return self.n * self.halves
-
-    @property
-    def fp4_group(self) -> int:
-        """Codes that share a scale, of E2M1 codes; 0 for integers."""
-        return FP4_GROUPS.get(self.format.kind, 0)
+    for projection in (weights.gate_up, weights.down):
+        _check_supported(projection)
+        layout(projection)
+    order = sorted_inputs("gate_up", weights.gate_up) if weights.gate_up.format.act_order else None
+    hidden = sorted_inputs("down", weights.down) if weights.down.format.act_order else None
+    return (
+        _prepare(weights.gate_up, inputs=order, outputs=hidden),
+        _prepare(weights.down, inputs=hidden, hidden_order=hidden),
+    )
 
 
 def prepare(weights: ProjectionWeights) -> FragmentWeights:
-    """The projection in fragment order; the weights themselves are left as they are.
-
-    Reads back whether scales are in range, so it waits for the device: call it at load.
+    """One projection in fragment order, for weights without act-order; else as `prepare_layer`.
 
     Args:
-        weights: GPTQ, AWQ or pack-quantized of 4 bits without act-order, NVFP4 or MXFP4.
+        weights: as for `prepare_layer`.
 
     Raises:
-        UnsupportedError: the product does not run such weights; the portable one (`kernels.grouped.launch`) does.
+        UnsupportedError: the product does not run such weights, or only as a whole layer.
         ArgumentError: a tensor is not what the format says.
     """
+    if weights.format.act_order:
+        raise _unsupported(weights, "act_order", "both projections together", "Call prepare_layer.")
     _check_supported(weights)
-    layout(weights)  # shapes and dtypes
+    layout(weights)
+    return _prepare(weights)
+
+
+def _prepare(
+    weights: ProjectionWeights,
+    inputs: Tensor | None = None,
+    outputs: Tensor | None = None,
+    hidden_order: Tensor | None = None,
+) -> FragmentWeights:
+    """The projection with inputs and outputs in the orders [E, K] and [E, N]; hidden_order: h comes sorted already."""
     fmt, n, k, halves, experts = weights.format, weights.n, weights.k, weights.halves, weights.num_experts
-    tensors = weights.tensors
-    scales = tensors["scales" if fmt.kind in ("gptq", "awq") else "scale"]
-    made: dict[str, Tensor] = {
-        "words": scales.new_empty((experts, n * halves // TILE, k // TILE, WORDS), dtype=torch.int32)
-    }
-    if fmt.kind in FP4_GROUPS:
-        group = FP4_GROUPS[fmt.kind]
-        made["scales"] = scales.new_empty(
-            (experts, n * halves // TILE, k // TILE, TILE, TILE // group), dtype=torch.uint8
-        )
-        made["global_scale"] = _global_scale(weights)
-        _check_scale_bytes(fmt, scales.view(torch.uint8))
+    fp4 = FP4_GROUPS.get(fmt.kind, 0)
+    stored = file_codes.scales(fmt, weights.tensors)
+    if fp4:
+        _check_scale_bytes(fmt, stored.view(torch.uint8))
     else:
-        shape = (experts, n * halves // TILE, k // fmt.group_size, TILE)
-        made["scales"] = scales.new_empty(shape, dtype=torch.float16)
-        _check_exact(fmt, scales)
-        if not fmt.symmetric:
-            made["zeros"] = scales.new_empty(shape, dtype=torch.uint8)
-    for e in range(experts):  # one at a time: unpacked codes take twice the room
-        codes = interleave(_codes(fmt, {name: tensor[e] for name, tensor in tensors.items()}, k))
-        if fmt.kind in FP4_GROUPS:
-            made["words"][e] = e2m1_words(codes)
-            tiled = interleave(scales[e].view(torch.uint8)).reshape(-1, TILE, k // TILE, made["scales"].shape[-1])
-            made["scales"][e] = tiled.transpose(1, 2)
-            continue
-        made["words"][e] = to_fragments(codes)
-        made["scales"][e] = _by_slab(scales[e].transpose(1, 2) if fmt.kind != "packed" else scales[e])
-        if "zeros" in made:
-            made["zeros"][e] = _by_slab(_zeros(fmt, {name: tensor[e] for name, tensor in tensors.items()}, n))
-    return FragmentWeights(fmt, n, k, halves, **made)
+        _check_exact(fmt, stored)
+    rows, padded_k = (-(-size // PADDING) * PADDING for size in (n * halves, k))
+    slabs, tiles = rows // TILE, padded_k // TILE
+    shape = (experts, slabs, tiles, TILE, TILE // fp4) if fp4 else (experts, slabs, padded_k // fmt.group_size, TILE)
+    made = {
+        "words": stored.new_empty((experts, slabs, tiles, 4 * TILE * TILE // 32), dtype=torch.int32),
+        "scales": stored.new_empty(shape, dtype=torch.uint8 if fp4 else torch.float16),
+    }
+    if not fp4 and not fmt.symmetric:
+        made["zeros"] = stored.new_empty(shape, dtype=torch.uint8)
+    step = max(1, AT_ONCE // max(1, halves * n * k))
+    for first in range(0, experts, step):
+        part = slice(first, first + step)
+        few = {name: tensor[part] for name, tensor in weights.tensors.items()}
+        order = None if outputs is None else outputs[part]
+        found = _fragments(fmt, few, n, k, None if inputs is None else inputs[part], order, (rows, padded_k))
+        for name, tensor in found.items():
+            made[name][part] = tensor
+    bias = weights.bias
+    if bias is not None:
+        bias = bias.float() if outputs is None else _by_output(bias.float()[..., None], outputs)[..., 0]
+        made["bias"] = bias.contiguous()
+    if fp4:
+        made["global_scale"] = _global_scale(weights)
+    if hidden_order is None:
+        made |= {} if inputs is None else {"order": inputs}
+        hidden_order = outputs
+    return FragmentWeights(fmt, n, k, halves, **made, hidden_order=hidden_order)
+
+
+def _fragments(
+    fmt: WeightFormat,
+    tensors: Mapping[str, Tensor],
+    n: int,
+    k: int,
+    inputs: Tensor | None,
+    outputs: Tensor | None,
+    padded: tuple[int, int],
+) -> dict[str, Tensor]:
+    """words, scales and zeros of a few experts."""
+    fp4 = FP4_GROUPS.get(fmt.kind, 0)
+    codes = file_codes.codes(fmt, tensors, k)
+    if inputs is not None:
+        codes = codes.gather(3, inputs.long()[:, None, None, :].expand_as(codes))
+    codes = _rows(codes, outputs, *padded)
+    stored = file_codes.scales(fmt, tensors)
+    if fp4:
+        scales = _rows(stored.view(torch.uint8), outputs, padded[0], padded[1] // fp4)
+        tiled = scales.reshape(len(scales), -1, TILE, padded[1] // TILE, TILE // fp4)
+        return {"words": e2m1_words(codes), "scales": tiled.transpose(2, 3)}
+    groups = padded[1] // fmt.group_size
+    made = {"words": to_fragments(codes), "scales": _by_slab(_rows(stored, outputs, padded[0], groups))}
+    if not fmt.symmetric:
+        made["zeros"] = _by_slab(_rows(file_codes.zero_points(fmt, tensors, n), outputs, padded[0], groups))
+    return made
+
+
+def _rows(values: Tensor, outputs: Tensor | None, rows: int, columns: int) -> Tensor:
+    """[E, P, N, C] -> [E, rows, columns]: outputs in order, gate and up in turn, zeros behind."""
+    values = interleave(values if outputs is None else _by_output(values, outputs))
+    return pad(values, (0, columns - values.shape[2], 0, rows - values.shape[1]))
+
+
+def _by_output(values: Tensor, outputs: Tensor) -> Tensor:
+    """[E, P, N, C] with N in the order [E, N]."""
+    return values.gather(2, outputs.long()[:, None, :, None].expand_as(values))
 
 
 def _by_slab(values: Tensor) -> Tensor:
-    """One value a row and group, [P, N, G] -> [NR/64, G, 64]."""
-    rows = interleave(values)
-    return rows.reshape(-1, TILE, rows.shape[1]).transpose(1, 2)
-
-
-def _nibbles(words: Tensor) -> Tensor:
-    """Words (or bytes) [..., W] -> uint8 [..., 8*W], the lowest bits first."""
-    octets = words.contiguous().view(torch.uint8)
-    return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
-
-
-def _awq_columns(words: Tensor) -> Tensor:
-    """AWQ words [..., N/8] -> uint8 [..., N]."""
-    nibbles = _nibbles(words)
-    return nibbles.reshape(*nibbles.shape[:-1], -1, 8)[..., list(AWQ_NIBBLE)].flatten(-2)
-
-
-def _codes(fmt: WeightFormat, tensors: dict[str, Tensor], k: int) -> Tensor:
-    """Codes uint8 [P, N, K] of one expert."""
-    if fmt.kind == "gptq":
-        return _nibbles(tensors["qweight"].transpose(1, 2))
-    if fmt.kind == "awq":
-        return _awq_columns(tensors["qweight"]).transpose(1, 2)
-    return _nibbles(tensors["packed"])[..., :k]
-
-
-def _zeros(fmt: WeightFormat, tensors: dict[str, Tensor], n: int) -> Tensor:
-    """Zero points uint8 [P, N, G] of one expert."""
-    if fmt.kind == "gptq":
-        # A zero of 0 borrowed from its neighbour; one addition of the whole word gives it back.
-        stored = tensors["qzeros"]
-        return _nibbles(stored + ONES if fmt.zero_point == "v1" else stored).transpose(1, 2)
-    if fmt.kind == "awq":
-        return _awq_columns(tensors["qzeros"]).transpose(1, 2)
-    return _nibbles(tensors["zero_point"].transpose(1, 2))[..., :n].transpose(1, 2)
+    """[E, NR, G] -> [E, NR/64, G, 64]."""
+    return values.reshape(len(values), -1, TILE, values.shape[2]).transpose(2, 3)
 
 
 def _global_scale(weights: ProjectionWeights) -> Tensor:
@@ -161,20 +168,10 @@ def _global_scale(weights: ProjectionWeights) -> Tensor:
 
 
 def _check_supported(weights: ProjectionWeights) -> None:
-    fmt = weights.format
-    integer = fmt.kind in INTEGERS and fmt.bits == 4
-    if not integer and fmt.kind not in FP4_GROUPS:
-        raise _unsupported(weights, str(fmt), "4-bit gptq, awq or packed, nvfp4 or mxfp4")
-    if fmt.act_order:
-        raise _unsupported(weights, "act_order", "groups of consecutive inputs")
-    if integer and fmt.group_size not in GROUPS:
-        raise _unsupported(weights, f"group_size {fmt.group_size}", f"one of {GROUPS}")
-    if weights.bias is not None:
-        raise _unsupported(weights, "a bias", "no bias")
-    if weights.k % TILE or weights.n * weights.halves % TILE or (integer and weights.k % fmt.group_size):
-        group = f", K also of {fmt.group_size}" if integer else ""
+    reason = refusal(weights.format, weights.halves, weights.n, weights.k, torch.bfloat16)
+    if reason is not None:
         raise _unsupported(
-            weights, f"{weights.halves} x {weights.n} rows, K = {weights.k}", f"multiples of {TILE}{group}"
+            weights, reason, "weights that it runs", "Use the portable product, which runs every format."
         )
 
 
@@ -202,10 +199,5 @@ def _check_scale_bytes(fmt: WeightFormat, scales: Tensor) -> None:
         )
 
 
-def _unsupported(weights: ProjectionWeights, found: str, expected: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{weights.format} weights on sm_90",
-        found=found,
-        expected=expected,
-        next_step="Use the portable product, which runs every format.",
-    )
+def _unsupported(weights: ProjectionWeights, found: str, expected: str, next_step: str) -> UnsupportedError:
+    return UnsupportedError(f"{weights.format} weights on sm_90", found=found, expected=expected, next_step=next_step)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fanfold.kernels.grouped.sm90.epilogue import finish
 from fanfold.kernels.grouped.sm90.unpack import (
     by_group,
     load_groups,
@@ -37,33 +38,12 @@ from fanfold.kernels.grouped.sm90.unpack import (
 
 
 @gluon.jit
-def _silu_pairs(acc, WGS: gl.constexpr, BT: gl.constexpr, dtype: gl.constexpr):
-    """[64 * WGS, BT] of gate rows and up rows (8 apart) -> h [32 * WGS, BT]; y1 is rounded before the activation."""
-    y = acc.to(dtype).to(gl.float32).reshape([4 * WGS, 2, 8, BT]).permute([0, 2, 3, 1])
-    gate, up = gl.split(y)
-    h = gate / (1.0 + gl.exp(-gate)) * up
-    return h.reshape([32 * WGS, BT]).to(dtype)
-
-
-@gluon.jit
-def _store(
-    y, y_ptr, out_rows_ptr, start, count, n0, stride_y, SCATTER: gl.constexpr, BN: gl.constexpr, BT: gl.constexpr
-):
-    """Stores y [BN, BT] as BT rows of BN outputs."""
-    if y.dtype == gl.float32:
-        layout: gl.constexpr = y.type.layout  # 8 lanes hold 8 neighbours: whole sectors as they are
+def _inside(valid, k, left, PAD_K: gl.constexpr):
+    """Which of [tokens, inputs] are copied."""
+    if PAD_K:
+        return valid[:, None] & (k < left)[None, :]
     else:
-        TN: gl.constexpr = BN // 8 if BN < 256 else 32
-        layout: gl.constexpr = gl.BlockedLayout([8, 1], [TN, 32 // TN], [1, gl.num_warps()], [0, 1])
-        y = gl.convert_layout(y, layout)
-    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
-    token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))
-    valid = token < count
-    row = start + token
-    if SCATTER:
-        row = gl.load(out_rows_ptr + token, mask=valid, other=0)
-    offsets = row.to(gl.int64)[None, :] * stride_y + n[:, None]
-    gl.store(y_ptr + offsets, y, mask=valid[None, :] & (n >= 0)[:, None])
+        return gl.broadcast(valid[:, None], (k >= 0)[None, :])[0]
 
 
 @gluon.jit
@@ -80,29 +60,21 @@ def _run(
     POST: gl.constexpr,
     STREAM: gl.constexpr,
     GATE_UP: gl.constexpr,
+    GATHER: gl.constexpr,
+    HALVES: gl.constexpr,
+    ACT: gl.constexpr,
+    BIAS: gl.constexpr,
     DIRECT: gl.constexpr,
     ZEROS: gl.constexpr,
     FP4: gl.constexpr,
+    PAD_K: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The product of one work item with a tile of BT tokens; pointers stand at the program's weights."""
     (
-        x_ptr,
-        w_ptrs,
-        s_ptrs,
-        z_ptrs,
-        y_ptr,
-        rows_ptr,
-        start,
-        count,
-        tile,
-        split,
-        alpha0,
-        alpha1,
-        stride_x,
-        stride_y,
-        top_k,
-    ) = args
+        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, rows_ptr, expert, start, count, tile, split, scale0, scale1,
+        N, stride_x, stride_y, top_k, alpha, limit,
+    ) = args  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = 64 * WGS
     BM: gl.constexpr = ROWS * SLABS
@@ -153,15 +125,16 @@ def _run(
     token = gl.arange(0, BT, layout=gl.SliceLayout(1, x_layout))
     valid = token < count
     row = start + token
-    if GATE_UP:
+    if GATHER:
         if not DIRECT:
             row = gl.load(rows_ptr + token, mask=valid, other=0)
         row = row // top_k
     k = gl.arange(0, KX, layout=gl.SliceLayout(0, x_layout))
     x_ptrs = x_ptr + row.to(gl.int64)[:, None] * stride_x + (split * (K // SPLIT) + k)[None, :]
-    x_mask = gl.broadcast(valid[:, None], (k >= 0)[None, :])[0]
+    left = stride_x - split * (K // SPLIT)  # inputs that x has from here on; behind them shared memory gets zeros
     for first in gl.static_range(AHEAD):
         if first < STEPS:
+            x_mask = _inside(valid, k, left - first * KX, PAD_K)
             async_copy.async_copy_global_to_shared(x_smem.index(first), x_ptrs + first * KX, mask=x_mask)
         async_copy.commit_group()
 
@@ -176,6 +149,7 @@ def _run(
             async_copy.wait_group(AHEAD - 1)
             fence_async_shared()
             if t + AHEAD < STEPS:
+                x_mask = _inside(valid, k, left - (t + AHEAD) * KX, PAD_K)
                 async_copy.async_copy_global_to_shared(x_smem.index(to), x_ptrs + (t + AHEAD) * KX, mask=x_mask)
             async_copy.commit_group()
             after = gl.minimum(t + 1, STEPS - 1)
@@ -238,51 +212,34 @@ def _run(
         acc0, acc1, last = warpgroup_mma_wait(0, deps=(acc0, acc1, last))
     async_copy.wait_group(0)
 
-    if FP4 > 0:
-        half = gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma)) // 8 % 2
-        alpha = gl.where(half == 0, alpha0, alpha1)[:, None]
-        acc0 = acc0 * alpha
-        acc1 = acc1 * alpha
-    if GATE_UP:
-        BN: gl.constexpr = 32 * WGS
-        _store(
-            _silu_pairs(acc0, WGS, BT, dtype), y_ptr, rows_ptr, start, count, tile * (BM // 2), stride_y, False, BN, BT
-        )
-        if SLABS == 2:
-            _store(
-                _silu_pairs(acc1, WGS, BT, dtype),
-                y_ptr,
-                rows_ptr,
-                start,
-                count,
-                tile * (BM // 2) + BN,
-                stride_y,
-                False,
-                BN,
-                BT,
-            )
-    else:
-        out_type: gl.constexpr = y_ptr.dtype.element_ty
-        _store(acc0.to(out_type), y_ptr, rows_ptr, start, count, tile * BM, stride_y, not DIRECT, ROWS, BT)
-        if SLABS == 2:
-            _store(acc1.to(out_type), y_ptr, rows_ptr, start, count, tile * BM + ROWS, stride_y, not DIRECT, ROWS, BT)
+    for i in gl.static_range(SLABS):
+        acc = acc0 if i == 0 else acc1
+        finish(
+            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, rows_ptr, start, count,
+            N, stride_y, alpha, limit, dtype, HALVES, ACT, BIAS, FP4, not (GATE_UP or DIRECT),
+        )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slots", "top_k"])
+@gluon.jit(do_not_specialize=["slots", "experts", "top_k"])
 def grouped_int4_sm90(
     x_ptr,
     w_ptr,
     s_ptr,
     z_ptr,
+    b_ptr,
     y_ptr,
     work_ptr,
     rows_ptr,
     slots,
+    experts,
+    N,
     NR,
     stride_x,
     stride_y,
     stride_split,
     top_k,
+    alpha,
+    limit,
     K: gl.constexpr,
     G: gl.constexpr,
     BT: gl.constexpr,
@@ -295,22 +252,30 @@ def grouped_int4_sm90(
     SPLIT: gl.constexpr,
     POST: gl.constexpr,
     GATE_UP: gl.constexpr,
+    GATHER: gl.constexpr,
+    HALVES: gl.constexpr,
+    ACT: gl.constexpr,
+    BIAS: gl.constexpr,
     DIRECT: gl.constexpr,
     ZEROS: gl.constexpr,
     FP4: gl.constexpr,
+    PAD_K: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """y = x . W[e]^T for every work item (expert, first sorted position, rows).
 
     Operands and constants:
-        x_ptr: GATE_UP: hidden states [T, K], gathered by token. Else h [R, K] in sorted order.
+        x_ptr: hidden states [T, stride_x] where GATHER, by token; else [R, stride_x] in sorted order.
         w_ptr: int32 [E, NR/64, K/64, 512], fragment order. s_ptr: fp16 [E, NR/64, K/G, 64]. z_ptr: uint8, as s_ptr.
-        y_ptr: GATE_UP: h [R, NR/2] in sorted order, after SiLU. Else y2 [R, NR] at row = token * top_k + slot;
-            with SPLIT > 1 fp32 sums [SPLIT, R, NR] of a part of K each, not rounded.
+        b_ptr: BIAS: fp32 [E, HALVES, N].
+        y_ptr: GATE_UP: after ACT [R, N] in sorted order; ACT None: [R, HALVES * N], gate first. Else y2 [R, N] at
+            row = token * top_k + slot; with SPLIT > 1 fp32 sums [SPLIT, R, N] of a part of K each, not rounded.
         work_ptr: int64 [slots]: expert << 48 | rows << 32 | first sorted position; -1: nothing.
-            DIRECT: expert ids int32 [R], < 0: nothing; slot = row = position, one row a program.
+            DIRECT: ids int32 or int64 [R], outside [0, experts): nothing; slot = row = position, one row a program.
         rows_ptr: int32 [slots, BT]: the rows of each work item.
-        slots: number of work items. NR: weight rows of an expert (gate_up: 2 I). top_k: k.
+        slots: number of work items. N: outputs of a half. NR: weight rows of an expert, padded. top_k: k.
+        alpha, limit: of clamped_swiglu.
+        K: inputs, padded; PAD_K: stride_x, those that x has, is less.
         BT: most rows of a work item. BT_MIN: items with fewer rows take tiles of BT/2 or BT/4, down to this.
         KX: columns a stage; a multiple of 64 that divides K / SPLIT. STAGES: stages of activations in shared memory.
         FP4: 0: integers. 16: NVFP4, 32: MXFP4 (bf16 activations, without POST): w_ptr holds E2M1 codes
@@ -335,7 +300,9 @@ def grouped_int4_sm90(
     if PDL and GATE_UP:
         gdc_wait()  # for the plan; down finds it done, since gate_up waited for it
     if DIRECT:
+        # Compared before an int64 id is narrowed.
         expert = gl.load(work_ptr + slot)
+        expert = gl.where((expert >= 0) & (expert < experts), expert, -1).to(gl.int32)
         start = slot
         count = 1
     else:
@@ -348,13 +315,12 @@ def grouped_int4_sm90(
 
     first_slab = expert.to(gl.int64) * (NR // 64) + tile * (WGS * SLABS)
     w_ptr += first_slab * (K // 64 * 512) + split * (K // SPLIT // 64 * 512)
-    alpha0 = 1.0
-    alpha1 = 1.0
+    scale0 = 1.0
+    scale1 = 1.0
     if FP4 > 0:
         s_ptr += first_slab * (K * 64 // FP4) + split * (K // SPLIT * 64 // FP4)
-        HALVES: gl.constexpr = 2 if GATE_UP else 1
-        alpha0 = gl.load(z_ptr + expert * HALVES) * 256.0
-        alpha1 = gl.load(z_ptr + expert * HALVES + (HALVES - 1)) * 256.0
+        scale0 = gl.load(z_ptr + expert * HALVES) * 256.0
+        scale1 = gl.load(z_ptr + expert * HALVES + (HALVES - 1)) * 256.0
     else:
         s_at = first_slab * (K // G * 64) + split * (K // SPLIT // G * 64)
         s_ptr += s_at
@@ -368,26 +334,27 @@ def grouped_int4_sm90(
     rows_ptr += slot.to(gl.int64) * BT
 
     args = (
-        x_ptr, w_ptrs, s_ptr, z_ptr, y_ptr, rows_ptr, start, count, tile, split, alpha0, alpha1,
-        stride_x, stride_y, top_k,
+        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, rows_ptr, expert, start, count, tile, split, scale0, scale1,
+        N, stride_x, stride_y, top_k, alpha, limit,
     )  # fmt: skip
+    T: gl.constexpr = BT_MIN if DIRECT else BT
     # fmt: off
-    if BT_MIN < BT:
-        if count <= BT // 2:
-            if BT_MIN < BT // 2:
-                if count <= BT // 4:
-                    _run(args, K, G, BT // 4, WGS, SLABS, KX, STAGES, SPLIT,
-                         POST, STREAM, GATE_UP, DIRECT, ZEROS, FP4, PDL)
+    if BT_MIN < T:
+        if count <= T // 2:
+            if BT_MIN < T // 2:
+                if count <= T // 4:
+                    _run(args, K, G, T // 4, WGS, SLABS, KX, STAGES, SPLIT,
+                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
                 else:
-                    _run(args, K, G, BT // 2, WGS, SLABS, KX, STAGES, SPLIT,
-                         POST, STREAM, GATE_UP, DIRECT, ZEROS, FP4, PDL)
+                    _run(args, K, G, T // 2, WGS, SLABS, KX, STAGES, SPLIT,
+                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
             else:
-                _run(args, K, G, BT // 2, WGS, SLABS, KX, STAGES, SPLIT,
-                     POST, STREAM, GATE_UP, DIRECT, ZEROS, FP4, PDL)
+                _run(args, K, G, T // 2, WGS, SLABS, KX, STAGES, SPLIT,
+                     POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
         else:
-            _run(args, K, G, BT, WGS, SLABS, KX, STAGES, SPLIT,
-                 POST, STREAM, GATE_UP, DIRECT, ZEROS, FP4, PDL)
+            _run(args, K, G, T, WGS, SLABS, KX, STAGES, SPLIT,
+                 POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
     else:
-        _run(args, K, G, BT, WGS, SLABS, KX, STAGES, SPLIT,
-             POST, STREAM, GATE_UP, DIRECT, ZEROS, FP4, PDL)
+        _run(args, K, G, T, WGS, SLABS, KX, STAGES, SPLIT,
+             POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
     # fmt: on

@@ -11,7 +11,8 @@ from fanfold.errors import ArgumentError, ConfigError
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 
 TABLE = Path(__file__).parents[2] / "tuned" / "grouped_int4_sm90.json"
-HEADER = {"kernel": str, "gpu": str, "format": str, "dtype": str, "measured": str, "torch": str, "triton": str}
+HEADER = {"kernel": str, "gpu": str, "dtype": str, "measured": str, "torch": str, "triton": str}
+FAMILIES = ("int4", "nvfp4", "mxfp4")
 SIZES = ("experts", "top_k", "hidden", "intermediate", "tokens")
 TIMES = ("layer", "plan", "gate_up", "down", "sum", "floor")
 
@@ -21,6 +22,7 @@ class TunedLayer:
     """The best configs found for one layer and number of tokens.
 
     Attributes:
+        format: "int4" (any integers), "nvfp4" or "mxfp4".
         experts, top_k, hidden, intermediate, tokens: E, k, H, I, T.
         chained: launch with `chained`.
         gate_up, down: configs; both have one block_t.
@@ -28,6 +30,7 @@ class TunedLayer:
         run: number of the run in benchmarks/results.
     """
 
+    format: str
     experts: int
     top_k: int
     hidden: int
@@ -59,11 +62,18 @@ def read_table(path: Path = TABLE) -> tuple[TunedLayer, ...]:
 
 def _layer(path: Path, where: str, row: object) -> TunedLayer:
     sizes: dict[str, type] = dict.fromkeys(SIZES, int)
-    found = _record(path, where, row, {**sizes, "chained": bool, "gate_up": dict, "down": dict, "us": dict, "run": int})
+    found = _record(
+        path,
+        where,
+        row,
+        {"format": str, **sizes, "chained": bool, "gate_up": dict, "down": dict, "us": dict, "run": int},
+    )
     us = _record(path, f"{where}.us", found["us"], dict.fromkeys(TIMES, float))
     gate_up, down = (_config(path, f"{where}.{name}", found[name]) for name in ("gate_up", "down"))
     if gate_up.block_t != down.block_t:
         raise _wrong(path, f"{where}.down.block_t", str(down.block_t), f"{gate_up.block_t}, that of gate_up")
+    if found["format"] not in FAMILIES:
+        raise _wrong(path, f"{where}.format", repr(found["format"]), f"one of {FAMILIES}")
     for name in SIZES:
         if found[name] < 1:
             raise _wrong(path, f"{where}.{name}", str(found[name]), "a positive number")

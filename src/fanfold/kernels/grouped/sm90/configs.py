@@ -1,0 +1,131 @@
+"""Which configs a layer runs with, by its sizes and number of rows: pure, on the host, from the tuned table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import log
+
+from fanfold.errors import UnavailableError
+from fanfold.kernels.grouped.sm90.config import BLOCK_K, Sm90Config, misfits
+from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS
+from fanfold.kernels.grouped.sm90.tuned import TunedLayer, read_table
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.spec.weight_format import WeightFormat
+
+Sizes = tuple[WeightFormat, int, int]  # format, padded rows, padded K
+LARGEST_BLOCK_K = 128
+"""Where scales are applied to weights; those of more inputs fill the registers."""
+
+
+def config_for(
+    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int
+) -> tuple[Sm90Config, Sm90Config, bool]:
+    """Configs of both products of a layer, and whether to chain their launches.
+
+    For a layer of the tuned table the row with the nearest number of tokens; for any other the row with the nearest
+    number of rows an expert, changed as little as the sizes need. There is one for all weights that `prepare` accepts.
+
+    Args:
+        gate_up: the first projection.
+        down: the second.
+        tokens: T.
+        top_k: k.
+
+    Returns:
+        gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
+    """
+    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, False)
+
+
+def pinned_config(
+    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int
+) -> tuple[Sm90Config, Sm90Config, bool]:
+    """As `config_for`, for batch-invariant mode: a row's bits do not depend on the number of rows or their place.
+
+    Sums run over K in one order whatever the tile, so tiles may follow the number of rows. What is pinned is where the
+    scale is applied (to the weights) and that K is not split; no table can change that.
+    """
+    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, True)
+
+
+def fit(config: Sm90Config, sizes: Sizes, gate_up: bool) -> Sm90Config:
+    """The config, changed as little as weights of these sizes need.
+
+    Raises:
+        UnavailableError: there is none (never for weights that `prepare` accepts).
+    """
+    for candidate in _near(config, on_sum=config.scale_on_sum and sizes[0].kind not in FP4_GROUPS):
+        if not misfits(candidate, *sizes, gate_up):
+            return candidate
+    raise UnavailableError(
+        "Hopper product",
+        found=f"{sizes[0]} [{sizes[1]}, {sizes[2]}]",
+        expected="rows and K in multiples of 128",
+        next_step="Pass what `prepare` made.",
+    )
+
+
+def _near(config: Sm90Config, on_sum: bool) -> Iterator[Sm90Config]:
+    """Changes of a config, the least first."""
+    for scale_on_sum in (True, False) if on_sum else (False,):
+        stages = config.stages if scale_on_sum else max(3, config.stages)
+        largest = config.block_k if scale_on_sum else min(config.block_k, LARGEST_BLOCK_K)
+        for parts in range(config.parts, 0, -1):
+            for block_k in (size for size in BLOCK_K if size <= largest):
+                for warpgroups, slabs in _fewer_rows(config.warpgroups, config.slabs):
+                    yield replace(
+                        config,
+                        warpgroups=warpgroups,
+                        slabs=slabs,
+                        block_k=block_k,
+                        stages=stages,
+                        scale_on_sum=scale_on_sum,
+                        parts=parts,
+                    )
+
+
+def _fewer_rows(warpgroups: int, slabs: int) -> list[tuple[int, int]]:
+    """Both numbers, and smaller ones: fewer warpgroups first."""
+    return [(w, s) for s in range(slabs, 0, -1) for w in (4, 2, 1) if w <= warpgroups]
+
+
+def _sizes(gate_up: FragmentWeights, down: FragmentWeights) -> tuple[Sizes, Sizes, int, int]:
+    """Of both products, and H and I."""
+    first, second = ((weights.format, weights.rows, weights.padded_k) for weights in (gate_up, down))
+    return first, second, gate_up.k, gate_up.n
+
+
+@cache
+def _configs(
+    gate_up: Sizes, down: Sizes, hidden: int, intermediate: int, experts: int, tokens: int, top_k: int, pinned: bool
+) -> tuple[Sm90Config, Sm90Config, bool]:
+    family = gate_up[0].kind if gate_up[0].kind in FP4_GROUPS else "int4"
+    row = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens))
+    first, second = row.gate_up, row.down
+    if pinned:
+        first, second = (
+            replace(config, scale_on_sum=False, parts=1, stages=max(3, config.stages)) for config in (first, second)
+        )
+    return fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False), row.chained
+
+
+def _nearest(family: str, layer: tuple[int, int, int, int], tokens: int) -> TunedLayer:
+    """The row of the table to start from; rows of the format's family come first, then rows of the very layer."""
+    table = _table()
+    rows = [row for row in table if row.format == family] or [row for row in table if row.format == "int4"]
+    experts, top_k, hidden, intermediate = layer
+    same = [row for row in rows if (row.experts, row.top_k, row.hidden, row.intermediate) == layer]
+    wanted = tokens * top_k / max(1, experts)
+
+    def distance(row: TunedLayer) -> tuple[float, float]:
+        found = row.tokens * row.top_k / row.experts
+        return abs(log(found / wanted)), abs(log(row.hidden * row.intermediate / (hidden * intermediate)))
+
+    return min(same or rows, key=distance)
+
+
+@cache
+def _table() -> tuple[TunedLayer, ...]:
+    return read_table()

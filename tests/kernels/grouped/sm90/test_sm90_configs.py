@@ -1,0 +1,100 @@
+"""A config for every layer that `prepare` accepts: it fits, it is the table's where the table knows the layer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from sm90_compiling import empty_weights
+
+from fanfold.kernels.grouped.sm90.config import Sm90Config, misfits
+from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
+from fanfold.kernels.grouped.sm90.supported import refusal
+from fanfold.kernels.grouped.sm90.tuned import read_table
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.spec.arch import SHARED_BYTES
+
+FORMATS = ["gptq4-g128", "gptq4-g64-asym-v1", "gptq4-g32", "awq4-g128-asym", "packed4-g32-asym", "nvfp4", "mxfp4"]
+SIZES = [64, 128, 192, 320, 768, 2880, 14336]
+TOKENS = [0, 1, 3, 17, 64, 256, 1000, 4096, 300000]
+
+
+def layer(name: str, experts: int, hidden: int, intermediate: int, halves: int = 2) -> list[FragmentWeights]:
+    return [
+        empty_weights(name, p, n, k, experts, "meta")
+        for p, n, k in ((halves, intermediate, hidden), (1, hidden, intermediate))
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_there_is_one_for_all_weights(name: str) -> None:
+    checked = 0
+    for hidden in SIZES:
+        for intermediate in SIZES:
+            for experts, top_k, halves in ((1, 1, 2), (8, 2, 1), (128, 8, 2), (512, 10, 2)):
+                gate_up, down = layer(name, experts, hidden, intermediate, halves)
+                if any(refusal(w.format, w.halves, w.n, w.k, torch.bfloat16) for w in (gate_up, down)):
+                    continue
+                for tokens in TOKENS:
+                    for find in (config_for, pinned_config):
+                        first, second, _ = find(gate_up, down, tokens, top_k)
+                        assert misfits(first, gate_up.format, gate_up.rows, gate_up.padded_k, True) == ()
+                        assert misfits(second, down.format, down.rows, down.padded_k, False) == ()
+                        assert first.block_t == second.block_t
+                        for config in (first, second):
+                            x = 2 * config.block_t * config.block_k * config.stages
+                            assert x <= SHARED_BYTES["sm_90"]
+                            assert config.scale_on_sum or config.block_k <= 128
+                        checked += 1
+    assert checked > 600
+
+
+def test_layers_of_the_table_run_with_its_rows() -> None:
+    for row in read_table():
+        name = "gptq4-g128" if row.format == "int4" else row.format
+        gate_up, down = layer(name, row.experts, row.hidden, row.intermediate)
+        found = config_for(gate_up, down, row.tokens, row.top_k)
+        assert found == (row.gate_up, row.down, row.chained)
+
+
+def test_the_nearest_number_of_tokens() -> None:
+    gate_up, down = layer("gptq4-g128", 128, 2048, 768)
+    rows = {row.tokens: row for row in read_table() if row.experts == 128 and row.format == "int4"}
+    for tokens, nearest in ((2, 1), (5, 16), (30, 16), (40, 64), (500, 256), (600, 1024), (10**6, 16384)):
+        assert config_for(gate_up, down, tokens, 8)[0] == rows[nearest].gate_up
+
+
+def test_another_layer_takes_the_nearest_rows_an_expert() -> None:
+    """16 experts, 2 of them for 1024 tokens: 128 rows each, as deepseek-v3/8 has with 512."""
+    gate_up, down = layer("gptq4-g128", 16, 4096, 4096)
+    assert config_for(gate_up, down, 1024, 2)[0].block_t in (64, 128)
+    assert config_for(gate_up, down, 16, 2)[0].block_t == 8
+    assert config_for(gate_up, down, 100_000, 2)[0].block_t >= 128
+
+
+def test_pinned_configs_differ_in_tiles_alone() -> None:
+    for name in FORMATS:
+        gate_up, down = layer(name, 8, 2048, 768)
+        for tokens in TOKENS:
+            for config in pinned_config(gate_up, down, tokens, 2)[:2]:
+                assert (config.scale_on_sum, config.parts) == (False, 1)
+
+
+def test_zeros_of_groups_of_32_are_on_the_weights() -> None:
+    gate_up, down = layer("gptq4-g32", 128, 2048, 768)
+    found = config_for(gate_up, down, 1, 8)
+    assert found[0] == Sm90Config(8, 8, 1, 1, 128, 3, 1, False)
+    assert found[1].scale_on_sum is False
+
+
+def test_the_host_spends_little() -> None:
+    gate_up, down = layer("gptq4-g128", 128, 2048, 768)
+    config_for(gate_up, down, 7, 8)
+    best = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(100):
+            config_for(gate_up, down, 7, 8)
+        best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 20e-6
