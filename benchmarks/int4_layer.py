@@ -77,7 +77,7 @@ def random_batch(row: TunedLayer, seed: int) -> Batch:
 def plan(row: TunedLayer, ids: Tensor) -> WorkItems:
     """Work items of a batch; a single token needs no plan."""
     if row.tokens == 1:
-        return single_items(ids)
+        return single_items(ids, row.experts)
     return tiled_items(*plan_sort(ids, row.experts, row.gate_up.block_t))
 
 

@@ -84,10 +84,12 @@ def compiled(kernel: Kernel) -> tuple[Resources, str]:
     config, rows = kernel.config, 16
     if kernel.single:
         items = torch.zeros(rows, dtype=torch.int32)
-        work = WorkItems(items, items, rows, 1, True)
+        work = WorkItems(items, items, rows, 1, True, 1)
     else:
         items = torch.zeros(rows // config.block_t + 1, dtype=torch.int64)
-        work = WorkItems(items, torch.zeros(len(items), config.block_t, dtype=torch.int32), rows, config.block_t, False)
+        work = WorkItems(
+            items, torch.zeros(len(items), config.block_t, dtype=torch.int32), rows, config.block_t, False, 1
+        )
     columns = kernel.n * (kernel.halves if kernel.activation is None else 1)
     y = torch.zeros(rows, columns, dtype=kernel.dtype)
     if config.parts > 1:

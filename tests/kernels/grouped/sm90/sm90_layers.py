@@ -69,7 +69,7 @@ def run(
     x, ids, weights = batch
     experts = layer.down.num_experts
     if x.shape[0] == 1 if single is None else single:
-        work, positions = single_items(ids), torch.arange(ids.numel(), device=x.device)
+        work, positions = single_items(ids, experts), torch.arange(ids.numel(), device=x.device)
     else:
         route, tiles = plan_sort(ids, experts, gate_up.block_t)
         work, positions = tiled_items(route, tiles), route.positions.long()

@@ -110,7 +110,7 @@ def test_single_rows(dtype: torch.dtype, device: str) -> None:
         ids[3] = 2**32 + 1  # in range once narrowed
     x = torch.randn(2, 128, generator=generator).half().to(device)
     order = torch.stack([torch.randperm(128, generator=generator) for _ in range(5)]).int().to(device)
-    found = reorder(x, order, WorkItems(ids, ids, 6, 1, True), 3)
+    found = reorder(x, order, WorkItems(ids, ids, 6, 1, True, 5), 3)
     for row, expert in enumerate(ids.tolist()):
         if 0 <= expert < 5:
             assert torch.equal(found[row], x[row // 3][order[expert].long()])

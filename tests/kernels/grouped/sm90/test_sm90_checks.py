@@ -25,7 +25,7 @@ Arguments = dict[str, Any]
 
 def items(rows: int, experts: int, tile: int = 16) -> WorkItems:
     slots = rows // tile + experts
-    return WorkItems(torch.full((slots,), -1), torch.zeros(slots, tile, dtype=torch.int32), rows, tile, False)
+    return WorkItems(torch.full((slots,), -1), torch.zeros(slots, tile, dtype=torch.int32), rows, tile, False, experts)
 
 
 def arguments(name: str = "gptq4-g64-asym-v1", halves: int = 2) -> Arguments:
@@ -48,9 +48,10 @@ WRONG: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "x of more tokens": (lambda a: {"x": torch.zeros(21, 256).half()}, r"work: found 40 rows; expected 21 tokens"),
     "top_k 0": (lambda a: {"top_k": 0}, r"tokens of x \* top_k 0"),
     "another tile": (lambda a: {"work": items(40, 3, 8)}, r"work: found tiles of 8 rows; expected 16"),
-    "fewer experts": (lambda a: {"work": items(40, 2)}, r"work.items: found int64 \[4\]; .*\[5\]"),
-    "more experts": (lambda a: {"work": items(40, 4)}, r"work.items: found int64 \[6\]"),
+    "fewer experts": (lambda a: {"work": items(40, 2)}, r"work: found 2 experts; expected 3"),
+    "more experts": (lambda a: {"work": items(40, 4)}, r"work: found 4 experts"),
     "items int32": (wrong_work(items=torch.zeros(5).int()), r"work.items: found int32"),
+    "items short": (wrong_work(items=torch.zeros(4).long()), r"work.items: found int64 \[4\]; .*\[5\]"),
     "rows short": (wrong_work(rows=torch.zeros(4, 16).int()), r"work.rows: found int32 \[4, 16\]"),
     "items elsewhere": (wrong_work(items=torch.zeros(5).long().to("meta")), r"work.items: found meta; expected cpu"),
     "relu2 with a gate": (lambda a: {"activation": Activation("relu2")}, r"activation: found relu2 with 2 halves"),

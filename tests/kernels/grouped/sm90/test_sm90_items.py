@@ -48,10 +48,10 @@ def test_single_rows_are_the_ids_themselves(dtype: torch.dtype) -> None:
     from fanfold.kernels.grouped.sm90.items import single_items
 
     ids = random_ids(70, 4, 5, "cpu").to(dtype)
-    found = single_items(ids)
-    assert (found.total, found.tile, found.single) == (280, 1, True)
+    found = single_items(ids, 5)
+    assert (found.total, found.tile, found.single, found.num_experts) == (280, 1, True, 5)
     assert found.items.data_ptr() == ids.data_ptr() == found.rows.data_ptr()
-    assert torch.equal(single_items(ids.T).items, ids.T.flatten())
+    assert torch.equal(single_items(ids.T, 5).items, ids.T.flatten())
 
 
 def test_d10_nothing_to_do(device: str) -> None:
@@ -59,7 +59,7 @@ def test_d10_nothing_to_do(device: str) -> None:
 
     route = plan_sort(torch.zeros(0, 2, dtype=torch.int32, device=device), 3)
     assert tiled_items(route, work_list(route, 8)).items.tolist() == [-1, -1, -1]
-    assert single_items(torch.zeros(0, 2, dtype=torch.int64, device=device)).items.shape == (0,)
+    assert single_items(torch.zeros(0, 2, dtype=torch.int64, device=device), 3).items.shape == (0,)
 
 
 def test_arrays_of_no_plan() -> None:
@@ -78,4 +78,4 @@ def test_arrays_of_no_plan() -> None:
     with pytest.raises(ArgumentError, match=r"40000 experts; expected at most 32768"):
         tiled_items(replace(route, expert_offsets=torch.zeros(40001, dtype=torch.int32)), work)
     with pytest.raises(ArgumentError, match=r"topk_ids: found float32 \[9, 2\]"):
-        single_items(torch.zeros(9, 2))
+        single_items(torch.zeros(9, 2), 4)

@@ -35,6 +35,8 @@ def check_arguments(
     check_config(op, config, weights, gate_up)
     if not work.single and work.tile != config.block_t:
         raise _wrong(op, "work", f"tiles of {work.tile} rows", f"{config.block_t}, the block_t of the config")
+    if work.num_experts != weights.num_experts:
+        raise _wrong(op, "work", f"{work.num_experts} experts", f"{weights.num_experts}, those of the weights")
     if work.single:
         slots = work.total
         kind = torch.int64 if work.items.dtype == torch.int64 else torch.int32

@@ -29,6 +29,7 @@ class WorkItems:
         total: R.
         tile: most rows of an item; 1 where `single`.
         single: an item is one row, and rows keep their order: sorted position = row.
+        num_experts: E.
     """
 
     items: Tensor
@@ -36,6 +37,7 @@ class WorkItems:
     total: int
     tile: int
     single: bool
+    num_experts: int
 
 
 @triton.jit
@@ -78,15 +80,16 @@ def tiled_items(route: Route, work: WorkList) -> WorkItems:
     rows = torch.empty((slots, tile), dtype=torch.int32, device=work.slots.device)
     if slots:
         tiled_kernel[(slots,)](work.slots, route.sorted_rows, items, rows, TILE=tile, num_warps=1)
-    return WorkItems(items, rows, total, tile, single=False)
+    return WorkItems(items, rows, total, tile, False, route.num_experts)
 
 
-def single_items(topk_ids: Tensor) -> WorkItems:
+def single_items(topk_ids: Tensor, num_experts: int) -> WorkItems:
     """Work items of a few tokens, one a row, without a plan and without a launch: the ids as they are.
 
     Args:
         topk_ids: int32 or int64 [T, k], contiguous (else they are copied); ids outside [0, E) are experts of another
             rank. They are read when the products run.
+        num_experts: E.
 
     Raises:
         ArgumentError: topk_ids are no such array.
@@ -95,7 +98,7 @@ def single_items(topk_ids: Tensor) -> WorkItems:
         found = f"{topk_ids.dtype} {list(topk_ids.shape)}".removeprefix("torch.")
         raise _wrong("single_items", "topk_ids", found, "int32 or int64 [T, k]")
     ids = topk_ids.reshape(-1)
-    return WorkItems(ids, ids, ids.shape[0], 1, single=True)
+    return WorkItems(ids, ids, ids.shape[0], 1, True, num_experts)
 
 
 def _check(op: str, name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> None:

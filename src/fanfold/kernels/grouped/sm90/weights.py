@@ -93,6 +93,13 @@ class FragmentWeights:
         return self.words.shape[2] * TILE
 
     @property
+    def nbytes(self) -> int:
+        """Resident bytes; `hidden_order`, which both projections of a layer have, is counted with gate_up."""
+        order = None if self.order is None and self.halves == 1 else self.hidden_order
+        tensors = (self.words, self.scales, self.zeros, self.global_scale, self.bias, self.order, order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
     def fp4_group(self) -> int:
         """Codes that share a scale, of E2M1 codes; 0 for integers."""
         return FP4_GROUPS.get(self.format.kind, 0)
