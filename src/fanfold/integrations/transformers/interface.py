@@ -9,11 +9,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fanfold.errors import UnsupportedError
-from fanfold.integrations.transformers.places import activation_of
+from fanfold.integrations.transformers.places import activation_of, kind_of
 from fanfold.layers.op import packed_layer
+from fanfold.spec.activation import Activation
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
@@ -49,8 +51,29 @@ def experts_forward(experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_w
     return packed_layer(hidden, topk_ids, topk_weights, weights_of(experts), _activation(experts))
 
 
-# A compiler takes the answer as it is: it is found by trying the module's function on a few numbers.
-_activation = cast("Any", torch.compiler.assume_constant_result(activation_of))
+def _activation(experts: nn.Module) -> Activation:
+    """The activation of the module, by the class of its function: a compiler can't try it on a few numbers."""
+    function = getattr(experts, "act_fn", None)
+    known = _KNOWN.get(type(function).__qualname__)
+    plain = cast("Any", experts)._apply_gate.__name__ == "_default_apply_gate"
+    post_norm = getattr(experts, "has_post_expert_norm", False)
+    if known is not None and plain and not post_norm and known.gated == cast("Any", experts).has_gate:
+        return known
+    return activation_of(experts)
+
+
+def _known_functions() -> dict[str, Activation]:
+    """Classes of transformers' activation functions, each tried on a few numbers."""
+    found: dict[str, Activation] = {}
+    for name in ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2"):
+        function = ACT2FN[name]
+        kind = kind_of(function)
+        if kind is not None:
+            found[type(function).__qualname__] = Activation(kind)
+    return found
+
+
+_KNOWN = _known_functions()
 
 
 def weights_of(experts: nn.Module) -> ExpertWeights:
@@ -95,9 +118,8 @@ def _projection(rows: Tensor, bias: Tensor | None, halves: int, concatenated: bo
         )
 
     def parted(tensor: Tensor) -> Tensor:
-        if concatenated:
-            return tensor.unflatten(1, (halves, -1))
-        return tensor.unflatten(1, (-1, halves)).transpose(1, 2)
+        split = cast("Any", tensor).unflatten
+        return split(1, (halves, -1)) if concatenated else split(1, (-1, halves)).transpose(1, 2)
 
     weight = parted(rows)
     fmt = WeightFormat.parse(KINDS[rows.dtype])

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from fanfold.errors import MissingExpertsError, TensorError, UnsupportedError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.integrations.transformers.quantizer import EmptyPlace
-from fanfold.spec.activation import Activation
+from fanfold.layers.experts import Experts
+from fanfold.spec.activation import Activation, ActivationKind
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -48,12 +49,9 @@ def activation_of(experts: nn.Module) -> Activation:
         return Activation("clamped_swiglu", alpha=float(host.alpha), limit=float(host.limit))
     function = getattr(experts, "act_fn", None)
     plain = host._apply_gate.__name__ == "_default_apply_gate" and not getattr(host, "has_post_expert_norm", False)
-    if host.has_gate and plain and _computes(function, silu):
-        return Activation("silu")
-    if host.has_gate and plain and _computes(function, lambda x: gelu(x, approximate="tanh")):
-        return Activation("gelu_tanh")
-    if not host.has_gate and plain and _computes(function, lambda x: torch.relu(x).square()):
-        return Activation("relu2")
+    found = kind_of(function)
+    if found is not None and plain and Activation(found).gated == host.has_gate:
+        return Activation(found)
     name = getattr(function, "__name__", type(function).__name__)
     raise UnsupportedError(
         f"activation of {kind}",
@@ -61,6 +59,15 @@ def activation_of(experts: nn.Module) -> Activation:
         expected="SiLU or tanh-GELU gates, gpt-oss's clamped SwiGLU, or relu^2 without a gate",
         next_step="Experts of this family are not run yet.",
     )
+
+
+def kind_of(function: object) -> ActivationKind | None:
+    """The kind whose values a function has; None where it has others."""
+    if _computes(function, silu):
+        return "silu"
+    if _computes(function, lambda x: gelu(x, approximate="tanh")):
+        return "gelu_tanh"
+    return "relu2" if _computes(function, lambda x: torch.relu(x).square()) else None
 
 
 def _computes(function: object, expected: Callable[[Tensor], Tensor]) -> bool:

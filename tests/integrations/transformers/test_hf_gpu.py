@@ -1,0 +1,123 @@
+"""Whole models on a GPU: logits of the CPU, generate, decode steps in CUDA graphs and compiled."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+import fanfold
+from fanfold.layers.experts import Experts
+from graphs import same_bits
+from samples import logits, relative_error, sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),  # another name from transformers 5.24 on
+]
+NAMES = [
+    "gptq-int4",
+    "gptq-int4-actorder",
+    "nvfp4",
+    "gptqmodel_qwen3moe_awq_gemm_g32",
+    "native_gptoss_mxfp4",
+    "base_qwen3moe_tiny_bf16",
+    "base_gptoss_tiny_bf16",
+]
+LENGTH = 64
+
+
+def prompts(model: Any, rows: int = 3, length: int = 12, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (rows, length), generator=generator).to(model.device)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_cpu(name: str) -> None:
+    exact = fanfold.load_model(sample(name), dtype=torch.float32)
+    ids = prompts(exact)
+    expected = logits(exact, ids)
+    plain = relative_error(logits(fanfold.load_model(sample(name), dtype=torch.bfloat16), ids).float(), expected)
+    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 2 * plain)):  # routes may flip by rounding
+        model = fanfold.load_model(sample(name), device="cuda", dtype=dtype)
+        assert next(m.implementation for m in model.modules() if isinstance(m, Experts)) != "reference"
+        assert relative_error(logits(model, ids.cuda()).cpu().float(), expected) < error
+
+
+@pytest.mark.parametrize("name", ["gptq-int4", "base_qwen3moe_tiny_bf16"])
+def test_generate_gives_the_text_of_the_cpu(name: str) -> None:
+    """In fp32, where the likeliest token is the same one."""
+    exact = fanfold.load_model(sample(name), dtype=torch.float32)
+    model = fanfold.load_model(sample(name), device="cuda", dtype=torch.float32)
+    ids = prompts(exact)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": -1}
+    expected = exact.generate(ids, **options)
+    for cache in (None, "static"):
+        assert torch.equal(model.generate(ids.cuda(), cache_implementation=cache, **options).cpu(), expected), cache
+
+
+class Decoding:
+    """A decode step with a static cache, as one call on tensors at fixed addresses."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        self.model = model
+        self.cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
+        self.position = torch.zeros(1, dtype=torch.long, device=model.device)
+
+    def prefill(self, ids: Tensor) -> Tensor:
+        self.cache.reset()
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        found = self.model(input_ids=ids, past_key_values=self.cache, cache_position=positions)
+        self.position.fill_(ids.shape[1])
+        return cast("Tensor", found.logits[:, -1:].argmax(-1))
+
+    def step(self) -> Tensor:
+        rows = self.position[None].expand(self.token.shape[0], 1)
+        found = self.model(
+            input_ids=self.token, past_key_values=self.cache, cache_position=self.position, position_ids=rows
+        )
+        return cast("Tensor", found.logits)
+
+
+@pytest.mark.parametrize("name", ["gptq-int4", "nvfp4", "base_qwen3moe_tiny_bf16"])
+def test_decode_steps_in_a_graph(name: str) -> None:
+    """Captured once and replayed for other prompts: every step's logits are those of eager steps, bit for bit."""
+    model = fanfold.load_model(sample(name), device="cuda")
+    with torch.inference_mode():
+        eager, graphed = Decoding(model, 3), Decoding(model, 3)
+        graphed.token.copy_(graphed.prefill(prompts(model)))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graphed.step()  # compiles
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = graphed.step()
+        for seed in range(3):
+            ids = prompts(model, seed=seed)
+            for decoding in (eager, graphed):
+                decoding.token.copy_(decoding.prefill(ids))
+            for _ in range(12):
+                expected = eager.step()
+                graph.replay()
+                assert same_bits(found, expected)
+                for decoding in (eager, graphed):
+                    decoding.token.copy_(expected.argmax(-1))
+                    decoding.position.add_(1)
+
+
+def test_a_compiled_model() -> None:
+    model = fanfold.load_model(sample("gptq-int4"), device="cuda")
+    ids = prompts(model)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True)
+        found = compiled(input_ids=ids, use_cache=False).logits
+        assert relative_error(found.float(), model(input_ids=ids, use_cache=False).logits.float()) < 2e-2
