@@ -12,7 +12,7 @@ from fanfold.kernels.grouped.sm90.config import Sm90Config, check_config
 from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.launch import launch_arguments
 from fanfold.kernels.grouped.sm90.tuned import read_table
-from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.activation import ActivationKind
 
@@ -107,7 +107,7 @@ def empty_weights(name: str, halves: int, n: int, k: int, experts: int = 1, devi
     slabs, tiles = (-(-size // 128) * 2 for size in (n * halves, k))
     words = torch.zeros(experts, slabs, tiles, 512, dtype=torch.int32, device=device)
     if fmt.kind in ("nvfp4", "mxfp4"):
-        scales = words.new_zeros((experts, slabs, tiles, 64, 64 // fmt.group_size), dtype=torch.uint8)
+        scales = words.new_zeros((experts, slabs, tiles, 64), dtype=SCALES[fmt.group_size])
         scale = words.new_zeros((experts, halves), dtype=torch.float32)
         return FragmentWeights(fmt, n, k, halves, words, scales, global_scale=scale)
     scales = words.new_zeros((experts, slabs, tiles * 64 // fmt.group_size, 64), dtype=torch.float16)

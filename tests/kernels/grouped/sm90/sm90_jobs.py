@@ -70,8 +70,14 @@ def unpacked(weights: FragmentWeights, expert: int) -> tuple[Tensor, Tensor]:
     group, one = weights.format.group_size, slice(expert, expert + 1)
     if weights.fp4_group:
         values = e2m1.decode(e2m1_codes(weights.words[one]))
-        stored = weights.scales[one].transpose(2, 3).reshape(1, weights.rows, -1)
-        scales = stored.view(torch.float8_e4m3fn).float() if group == 16 else decode_scale(stored)
+        stored = (
+            weights.scales[one].contiguous().view(torch.uint8).reshape(1, -1, weights.padded_k // 64, 64, 64 // group)
+        )
+        stored = stored.transpose(2, 3).reshape(1, weights.rows, -1)
+        if group == 16:
+            scales = (1 + (stored & 7).float() / 8) * 2.0 ** ((stored >> 3).float() - 21)
+        else:
+            scales = decode_scale(stored - 118)
     else:
         values = from_fragments(weights.words[one]).float()
         zeros = 8.0 if weights.zeros is None else _by_row(weights.zeros[one]).float().repeat_interleave(group, 2)

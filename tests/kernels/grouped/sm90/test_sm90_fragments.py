@@ -15,6 +15,7 @@ from fanfold.kernels.grouped.sm90.fragments import (
     separate,
     to_fragments,
 )
+from fanfold.kernels.grouped.sm90.scale_bytes import LARGEST_E4M3, LARGEST_E8M0, from_e4m3, from_e8m0
 
 
 def random_codes(n: int, k: int) -> Tensor:
@@ -58,11 +59,12 @@ def test_masks_of_the_kernel_read_e2m1_words_as_bf16() -> None:
     """The shifts and masks of the kernel's decoder, on every code in every place: value * 2^-126."""
     codes = random_codes(64, 64)
     words, fragments = e2m1_words(codes), to_fragments(codes)
+    rotated = ((words >> 6) & 0x03FFFFFF) | (words << 26)
     pairs = [
         words & _signed(0x81C081C0),
-        (words << 3) & _signed(0x81C081C0),
-        (words << 6) & _signed(0x81C081C0),
-        ((words << 1) & _signed(0x80008000)) | ((words >> 5) & 0x01000100) | ((words >> 4) & 0x00C000C0),
+        (words << 4) & _signed(0x81C081C0),
+        rotated & _signed(0x81C081C0),
+        ((words << 6) & _signed(0x80C080C0)) | ((words >> 2) & 0x01000100),
     ]
     for p, pair in enumerate(pairs):
         for half in (0, 16):
@@ -73,3 +75,13 @@ def test_masks_of_the_kernel_read_e2m1_words_as_bf16() -> None:
 
 def _signed(word: int) -> int:
     return word - (1 << 32)
+
+
+def test_scale_bytes_are_bf16_of_the_scale_after_a_shift() -> None:
+    stored = torch.arange(1, LARGEST_E4M3 + 1).to(torch.uint8)
+    made = (from_e4m3(stored).int() << 4) | 0x7000
+    found = made.to(torch.uint16).view(torch.bfloat16).double() * 2.0**-118
+    assert torch.equal(found, stored.view(torch.float8_e4m3fn).double())
+    stored = torch.arange(LARGEST_E8M0 + 1).to(torch.uint8)
+    found = (from_e8m0(stored).int() << 7).to(torch.uint16).view(torch.bfloat16).double() * 2.0**-118
+    assert torch.equal(found, 2.0 ** (stored.double() - 127))

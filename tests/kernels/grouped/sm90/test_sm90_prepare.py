@@ -84,6 +84,17 @@ def test_files_of_other_tools(name: str) -> None:
             assert torch.equal(found, dequantize_expert(packed, 1, half))
 
 
+def test_codes_under_a_scale_of_zero_are_zero() -> None:
+    """The kernel's scales have no zero, and every subnormal one."""
+    weights = projection("nvfp4", 1, 2, 64, 128)
+    stored = torch.arange(2 * 64 * 8).reshape(1, 2, 64, 8) % 12
+    weights = changed(weights, "scale", stored.to(torch.uint8).view(torch.float8_e4m3fn))
+    values, scales = unpacked(prepare(weights), 0)
+    for half in range(2):
+        found = values[half] * scales[half] * weights.tensors["global_scale"][0, half]
+        assert torch.equal(found, dequantize_expert(weights, 0, half))
+
+
 @pytest.mark.parametrize("name", ["gptq4-g32-asym-v1", "gptq4-g64", "packed4-g64-asym", "nvfp4", "mxfp4"])
 def test_odd_tiles_are_padded_with_zeros(name: str) -> None:
     """gpt-oss has 2880 = 45 * 64; `unpacked` looks at the padding."""

@@ -60,23 +60,24 @@ def from_fragments(words: Tensor) -> Tensor:
     return t.permute(0, 1, 3, 8, 4, 2, 6, 9, 5, 7).reshape(*lead, slabs * TILE, tiles * TILE)
 
 
-def e2m1_words(codes: Tensor) -> Tensor:
-    """E2M1 codes uint8 [..., N, K] -> int32 [..., N/64, K/64, 512]: the order of `to_fragments`, bits placed for bf16.
+# Where a 16-bit half of a word holds code p, from sign to lowest bit. A mask of bits 15 and 8..6 makes bf16 of
+# code * 2^-126 from it: of code 0 as it is, of 1 after a shift left by 4, of 2 after a rotation of the word by 6 to the
+# right, which brings its sign from the other half; code 3 has the bits left over: 9, 1 and 0 come to 15, 7 and 6 by a
+# shift left by 6, and 10 to 8 by one right by 2.
+PLACES = ((15, 8, 7, 6), (11, 4, 3, 2), (5, 14, 13, 12), (9, 10, 1, 0))
+CROSSING = (2, 5)  # the sign of code 2, in bit 5 of the other half
 
-    Each 16-bit half holds four codes. The sign of code p < 3 is bit 15 - 3*p and the rest bits 8 - 3*p to 6 - 3*p, so
-    that a shift by 3*p and one mask make bf16 of code * 2^-126. Code 3 has the bits left over: sign 14, then 13, 11
-    and 10.
-    """
+
+def e2m1_words(codes: Tensor) -> Tensor:
+    """E2M1 codes uint8 [..., N, K] -> int32 [..., N/64, K/64, 512]: the order of `to_fragments`, bits in `PLACES`."""
     fragments = to_fragments(codes)
     words = torch.zeros_like(fragments)
     for half in (0, 16):
-        for p in range(4):
-            code = (fragments >> (half + 4 * p)) & 15
-            sign, rest = code >> 3, code & 7
-            if p == 3:
-                words |= ((sign << 14) | ((rest >> 2) << 13) | ((rest & 3) << 10)) << half
-            else:
-                words |= ((sign << (15 - 3 * p)) | (rest << (6 - 3 * p))) << half
+        for p, places in enumerate(PLACES):
+            code = fragments >> (half + 4 * p)
+            for bit, place in zip((3, 2, 1, 0), places, strict=True):
+                to = (half ^ 16 if (p, place) == CROSSING else half) + place
+                words |= ((code >> bit) & 1) << to
     return words
 
 
@@ -84,11 +85,8 @@ def e2m1_codes(words: Tensor) -> Tensor:
     """int32 [..., N/64, K/64, 512] -> E2M1 codes uint8 [..., N, K], the inverse of `e2m1_words`."""
     fragments = torch.zeros_like(words)
     for half in (0, 16):
-        bits = (words >> half) & 0xFFFF
-        for p in range(4):
-            if p < 3:
-                code = (((bits >> (15 - 3 * p)) & 1) << 3) | ((bits >> (6 - 3 * p)) & 7)
-            else:
-                code = (((bits >> 14) & 1) << 3) | (((bits >> 13) & 1) << 2) | ((bits >> 10) & 3)
-            fragments |= code << (half + 4 * p)
+        for p, places in enumerate(PLACES):
+            for bit, place in zip((3, 2, 1, 0), places, strict=True):
+                at = (half ^ 16 if (p, place) == CROSSING else half) + place
+                fragments |= ((words >> at) & 1) << (half + 4 * p + bit)
     return from_fragments(fragments)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
 from fanfold.kernels.grouped.sm90 import product
-from fanfold.kernels.grouped.sm90.checks import check_arguments, check_device
+from fanfold.kernels.grouped.sm90.checks import ALIGNMENT, LARGEST, check_arguments, check_device
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.reorder import reorder
@@ -137,27 +137,58 @@ def launch_arguments(
         top_k: k for gate_up, None for down.
         activation: behind gate_up.
     """
-    fp4 = weights.fp4_group
+    values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation)
+    kind = None if activation is None else activation.kind
+    constants = _constants(weights, config, chained, work.single, top_k is not None, kind)
+    options: dict[str, Any] = {"num_warps": 4 * config.warpgroups, **({"launch_pdl": True} if chained else {})}
+    return {**dict(zip(VALUES, values, strict=True)), **constants, **options}
+
+
+_KERNEL = cast(Any, product.grouped_int4_sm90)
+VALUES = (
+    *("x_ptr", "w_ptr", "s_ptr", "z_ptr", "b_ptr", "y_ptr", "work_ptr", "rows_ptr", "slots", "experts", "N", "NR"),
+    *("stride_x", "stride_y", "stride_split", "top_k", "alpha", "limit"),
+)
+"""Arguments of the kernel that are not constants, in its order."""
+
+
+def _values(
+    x: Tensor,
+    weights: FragmentWeights,
+    work: WorkItems,
+    y: Tensor,
+    config: Sm90Config,
+    top_k: int,
+    activation: Activation | None,
+) -> tuple[Any, ...]:
     nothing = weights.words  # a pointer that is not read
-    arguments: dict[str, Any] = dict(
-        x_ptr=x,
-        w_ptr=weights.words,
-        s_ptr=weights.scales,
-        z_ptr=weights.global_scale if fp4 else nothing if weights.zeros is None else weights.zeros,
-        b_ptr=nothing if weights.bias is None else weights.bias,
-        y_ptr=y,
-        work_ptr=work.items,
-        rows_ptr=work.rows,
-        slots=work.items.shape[0],
-        experts=weights.num_experts,
-        N=weights.n,
-        NR=weights.rows,
-        stride_x=weights.k,
-        stride_y=y.shape[-1],
-        stride_split=y.stride(0) if config.parts > 1 else 0,
-        top_k=1 if top_k is None else top_k,
-        alpha=0.0 if activation is None else activation.alpha,
-        limit=0.0 if activation is None else activation.limit,
+    second = weights.global_scale if weights.fp4_group else weights.zeros
+    return (
+        x,
+        weights.words,
+        weights.scales,
+        nothing if second is None else second,
+        nothing if weights.bias is None else weights.bias,
+        y,
+        work.items,
+        work.rows,
+        work.items.shape[0],
+        weights.num_experts,
+        weights.n,
+        weights.rows,
+        weights.k,
+        y.shape[-1],
+        y.stride(0) if config.parts > 1 else 0,
+        top_k,
+        0.0 if activation is None else activation.alpha,
+        0.0 if activation is None else activation.limit,
+    )
+
+
+def _constants(
+    weights: FragmentWeights, config: Sm90Config, chained: bool, single: bool, gate_up: bool, kind: str | None
+) -> dict[str, Any]:
+    return dict(
         K=weights.padded_k,
         G=weights.format.group_size,
         BT=config.block_t,
@@ -169,19 +200,17 @@ def launch_arguments(
         GROUP=config.together,
         SPLIT=config.parts,
         POST=config.scale_on_sum,
-        GATE_UP=top_k is not None,
-        GATHER=top_k is not None and weights.order is None,
+        GATE_UP=gate_up,
+        GATHER=gate_up and weights.order is None,
         HALVES=weights.halves,
-        ACT=None if activation is None else activation.kind,
+        ACT=kind,
         BIAS=weights.bias is not None,
-        DIRECT=work.single,
+        DIRECT=single,
         ZEROS=weights.zeros is not None,
-        FP4=fp4,
+        FP4=weights.fp4_group,
         PAD_K=weights.padded_k != weights.k,
         PDL=chained,
-        num_warps=4 * config.warpgroups,
     )
-    return {**arguments, "launch_pdl": True} if chained else arguments
 
 
 def _launch(
@@ -194,11 +223,25 @@ def _launch(
     top_k: int | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """One launch on the current stream; none where there is nothing to do."""
+    """One launch on the current stream; none where there is nothing to do.
+
+    Triton looks a kernel up by all of its arguments, 30 us of host time. Here it is kept with the weights, by what they
+    do not tell.
+    """
     if work.total == 0 or weights.num_experts == 0:
         return y
-    grid = (work.items.shape[0] * (weights.rows // config.rows) * config.parts,)
+    grid = (work.items.shape[0] * (weights.rows // config.rows) * config.parts, 1, 1)
+    kind = None if activation is None else activation.kind
+    aligned = work.items.data_ptr() % ALIGNMENT == 0, work.rows.data_ptr() % ALIGNMENT == 0
+    key = (config, chained, work.single, top_k is None, kind, x.dtype, work.items.dtype, aligned, y.numel() > LARGEST)
+    known = weights.launches.get(key)
     with torch.cuda.device_of(y):
-        arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation)
-        product.grouped_int4_sm90[grid](**arguments)
+        if known is None:
+            arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation)
+            kernel = _KERNEL[grid](**arguments)
+            constants = _constants(weights, config, chained, work.single, top_k is not None, kind)
+            weights.launches[key] = kernel, tuple(constants.values())
+        else:
+            kernel, constants = known
+            kernel[grid](*_values(x, weights, work, y, config, 1 if top_k is None else top_k, activation), *constants)
     return y

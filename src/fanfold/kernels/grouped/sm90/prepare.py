@@ -13,15 +13,12 @@ from fanfold.kernels.common.layouts import layout
 from fanfold.kernels.grouped.sm90 import file_codes
 from fanfold.kernels.grouped.sm90.act_order import sorted_inputs
 from fanfold.kernels.grouped.sm90.fragments import TILE, e2m1_words, interleave, to_fragments
+from fanfold.kernels.grouped.sm90.scale_bytes import LARGEST_E4M3, LARGEST_E8M0, from_e4m3, from_e8m0
 from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS, refusal
-from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
-LARGEST_E4M3 = 0x7E
-"""Scales are read without their sign; 0x7F is NaN."""
-LARGEST_E8M0 = 136
-"""2^9: a scale is made as bf16 of scale * 2^118."""
 PADDING = 2 * TILE
 """Rows and inputs are padded to multiples of this, so that a stage of 128 inputs and 128 rows a program always fit."""
 AT_ONCE = 2**26
@@ -90,10 +87,11 @@ def _prepare(
         _check_exact(fmt, stored)
     rows, padded_k = (-(-size // PADDING) * PADDING for size in (n * halves, k))
     slabs, tiles = rows // TILE, padded_k // TILE
-    shape = (experts, slabs, tiles, TILE, TILE // fp4) if fp4 else (experts, slabs, padded_k // fmt.group_size, TILE)
+    shape = (experts, slabs, tiles if fp4 else padded_k // fmt.group_size, TILE)
+    kind = SCALES.get(fp4, torch.float16)
     made = {
         "words": stored.new_empty((experts, slabs, tiles, 4 * TILE * TILE // 32), dtype=torch.int32),
-        "scales": stored.new_empty(shape, dtype=torch.uint8 if fp4 else torch.float16),
+        "scales": stored.new_empty(shape, dtype=kind),
     }
     if not fp4 and not fmt.symmetric:
         made["zeros"] = stored.new_empty(shape, dtype=torch.uint8)
@@ -131,12 +129,17 @@ def _fragments(
     codes = file_codes.codes(fmt, tensors, k)
     if inputs is not None:
         codes = codes.gather(3, inputs.long()[:, None, None, :].expand_as(codes))
-    codes = _rows(codes, outputs, *padded)
     stored = file_codes.scales(fmt, tensors)
     if fp4:
-        scales = _rows(stored.view(torch.uint8), outputs, padded[0], padded[1] // fp4)
-        tiled = scales.reshape(len(scales), -1, TILE, padded[1] // TILE, TILE // fp4)
-        return {"words": e2m1_words(codes), "scales": tiled.transpose(2, 3)}
+        stored = stored.view(torch.uint8)
+        if fmt.kind == "nvfp4":  # the kernel's scales have no zero
+            codes = (codes.reshape(*stored.shape, fp4) * (stored != 0)[..., None]).flatten(-2)
+        stored = from_e4m3(stored) if fmt.kind == "nvfp4" else from_e8m0(stored)
+        scales = _rows(stored, outputs, padded[0], padded[1] // fp4)
+        tiled = scales.reshape(len(scales), -1, TILE, padded[1] // TILE, TILE // fp4).transpose(2, 3).contiguous()
+        words = tiled.view(SCALES[fp4])[..., 0]
+        return {"words": e2m1_words(_rows(codes, outputs, *padded)), "scales": words}
+    codes = _rows(codes, outputs, *padded)
     groups = padded[1] // fmt.group_size
     made = {"words": to_fragments(codes), "scales": _by_slab(_rows(stored, outputs, padded[0], groups))}
     if not fmt.symmetric:

@@ -97,11 +97,9 @@ def _run(
         s_ptrs += s_offsets
         z_ptrs += s_offsets
     else:
-        SSLAB: gl.constexpr = WGS * K * 64 // FP4
-        of_groups: gl.constexpr = gl.SliceLayout(2, by_group(WGS, FP4))
-        in_slab = gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_groups))
-        n_group = gl.arange(0, 64 // FP4, layout=gl.SliceLayout(0, of_groups))
-        s_ptrs = s_ptrs + (in_slab // 64 * (K * 64 // FP4) + in_slab % 64 * (64 // FP4))[:, None] + n_group[None, :]
+        SSLAB: gl.constexpr = WGS * K
+        in_slab = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, by_group(WGS, FP4))))
+        s_ptrs = s_ptrs + (in_slab // 64 * K + in_slab % 64)
 
     # weights do not depend on the kernel before
     qa = load_stage(w_ptrs, 0, 0, WSLAB, TILES, STREAM)
@@ -279,8 +277,8 @@ def grouped_int4_sm90(
         BT: most rows of a work item. BT_MIN: items with fewer rows take tiles of BT/2 or BT/4, down to this.
         KX: columns a stage; a multiple of 64 that divides K / SPLIT. STAGES: stages of activations in shared memory.
         FP4: 0: integers. 16: NVFP4, 32: MXFP4 (bf16 activations, without POST): w_ptr holds E2M1 codes
-            (`fragments.e2m1_words`), s_ptr uint8 [E, NR/64, K/64, 64, 64/FP4], z_ptr the fp32 scale of each expert and
-            half, [E, 2] (gate_up) or [E, 1].
+            (`fragments.e2m1_words`), s_ptr int32 or int16 [E, NR/64, K/64, 64] the scales of a row of a tile
+            (`scale_bytes`), z_ptr the fp32 scale of each expert and half, [E, HALVES].
         GROUP: work items that pass one weight tile one after the other, so that it stays in L2.
         PDL: launched while the kernel before still runs. gate_up waits for it before it reads work items; down reads
             them first, so what comes before down must have begun after the plan was complete.
@@ -318,7 +316,7 @@ def grouped_int4_sm90(
     scale0 = 1.0
     scale1 = 1.0
     if FP4 > 0:
-        s_ptr += first_slab * (K * 64 // FP4) + split * (K // SPLIT * 64 // FP4)
+        s_ptr += first_slab * K + split * (K // SPLIT)
         scale0 = gl.load(z_ptr + expert * HALVES) * 256.0
         scale1 = gl.load(z_ptr + expert * HALVES + (HALVES - 1)) * 256.0
     else:

@@ -224,29 +224,23 @@ def _weights_int4(
 
 @gluon.jit
 def _unpack_fp4(q):
-    """A word of 8 E2M1 codes -> 8 bf16 of value * 2^-126, in the order of `_unpack_bf16`.
-
-    In each 16-bit half, the code of nibble 0 has its sign in bit 15 and the rest in bits 8..6, nibble 1 the same 3 bits
-    lower, nibble 2 again 3 lower; nibble 3 has the bits left over: sign 14, then 13, 11, 10 (`fragments.e2m1_words`).
-    """
+    """A word of 8 E2M1 codes -> 8 bf16 of value * 2^-126, in the order of `_unpack_bf16` (`fragments.e2m1_words`)."""
     return gl.inline_asm_elementwise(
         """
         {
         .reg .b32 t, u;
         and.b32 u, $8, 0x81c081c0;
         mov.b32 {$0, $1}, u;
-        shl.b32 t, $8, 3;
+        shl.b32 t, $8, 4;
         and.b32 u, t, 0x81c081c0;
         mov.b32 {$2, $3}, u;
-        shl.b32 t, $8, 6;
+        shf.r.wrap.b32 t, $8, $8, 6;
         and.b32 u, t, 0x81c081c0;
         mov.b32 {$4, $5}, u;
-        shl.b32 t, $8, 1;
-        and.b32 u, t, 0x80008000;
-        shr.u32 t, $8, 5;
+        shl.b32 t, $8, 6;
+        and.b32 u, t, 0x80c080c0;
+        shr.u32 t, $8, 2;
         lop3.b32 u, t, 0x01000100, u, 0xea;
-        shr.u32 t, $8, 4;
-        lop3.b32 u, t, 0x00c000c0, u, 0xea;
         mov.b32 {$6, $7}, u;
         }""",
         "=h,=h,=h,=h,=h,=h,=h,=h,r",
@@ -266,44 +260,47 @@ def _times(w, s):
 
 
 @gluon.jit
-def _fp4_scale(s, GROUP_K: gl.constexpr):
-    """Scale bytes -> bf16 of scale * 2^118: E4M3 (groups of 16) or E8M0 (groups of 32, up to 2^9)."""
+def _fp4_scales(words, groups: gl.constexpr, GROUP_K: gl.constexpr):
+    """Words of the scales of one tile, [ROWS] -> bf16 of scale * 2^118, [ROWS, 64 / GROUP_K] (`scale_bytes`)."""
     if GROUP_K == 16:
-        return gl.inline_asm_elementwise(
+        s0, s1, s2, s3 = gl.inline_asm_elementwise(
             """
             {
-            .reg .b32 t, m;
-            mov.b32 m, 0x7b007b00;
-            shl.b32 t, $1, 4;
-            mul.bf16x2 t, t, m;
-            mul.bf16x2 $0, t, m;
+            .reg .b32 t, u;
+            shl.b32 t, $4, 4;
+            lop3.b32 u, t, 0x0ff00ff0, 0x70007000, 0xea;
+            mov.b32 {$0, $2}, u;
+            shr.u32 t, $4, 4;
+            lop3.b32 u, t, 0x0ff00ff0, 0x70007000, 0xea;
+            mov.b32 {$1, $3}, u;
             }""",
-            "=r,r",
-            [s.to(gl.int16)],
-            dtype=gl.bfloat16,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
             is_pure=True,
-            pack=2,
+            pack=1,
         )
+        s = gl.join(gl.join(s0, s1), gl.join(s2, s3)).permute([0, 2, 1]).reshape([words.shape[0], 4])
     else:
-        return gl.inline_asm_elementwise(
-            "{ .reg .b32 t; add.u32 t, $1, 0x00760076; shl.b32 $0, t, 7; }",
-            "=r,r",
-            [s.to(gl.int16)],
-            dtype=gl.bfloat16,
+        s0, s1 = gl.inline_asm_elementwise(
+            "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x4140; shl.b32 t, t, 7; mov.b32 {$0, $1}, t; }",
+            "=h,=h,r",
+            [words.to(gl.int32)],
+            dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True,
-            pack=2,
+            pack=1,
         )
+        s = gl.join(s0, s1)
+    return gl.convert_layout(s, groups, assert_trivial=True)
 
 
 @gluon.jit
-def _load_fp4_scales(
-    s_ptrs, stage, SLAB: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr, GROUP_K: gl.constexpr
-):
-    """Scale bytes [ROWS, 64 / GROUP_K] of each tile of one stage: all tiles of slab 0, then of slab 1."""
+def _load_fp4_scales(s_ptrs, stage, SLAB: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr):
+    """A word of scales [ROWS] of each tile of one stage: all tiles of slab 0, then of slab 1."""
     s = ()
     for i in gl.static_range(SLABS):
         for j in gl.static_range(TILES):
-            s = s + (gl.load(s_ptrs + (stage * TILES + j) * (4096 // GROUP_K) + i * SLAB),)
+            s = s + (gl.load(s_ptrs + (stage * TILES + j) * 64 + i * SLAB),)
     return s
 
 
@@ -326,7 +323,7 @@ def _weights_fp4(q, s, GROUP_K: gl.constexpr, WGS: gl.constexpr, operand: gl.con
     groups: gl.constexpr = by_group(WGS, GROUP_K)
     w = _fragment(_unpack_fp4(q), WGS).reshape([64 * WGS, 64 // GROUP_K, GROUP_K])
     w = gl.convert_layout(w, groups, assert_trivial=True)
-    w, sc = gl.broadcast(w, _fp4_scale(s, GROUP_K)[:, :, None])
+    w, sc = gl.broadcast(w, _fp4_scales(s, gl.SliceLayout(2, groups), GROUP_K)[:, :, None])
     return gl.convert_layout(_times(w, sc).reshape([64 * WGS, 64]), operand, assert_trivial=True)
 
 
@@ -358,6 +355,6 @@ def load_scales(
 ):
     """Scales of one stage, as the format has them."""
     if FP4 > 0:
-        return _load_fp4_scales(s_ptrs, stage, SLAB, SLABS, KX // 64, FP4)
+        return _load_fp4_scales(s_ptrs, stage, SLAB, SLABS, KX // 64)
     else:
         return load_groups(s_ptrs, stage, SLAB, SLABS, KX, G)

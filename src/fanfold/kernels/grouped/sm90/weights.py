@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,9 @@ from fanfold.errors import ArgumentError
 from fanfold.kernels.grouped.sm90.fragments import TILE, WORDS
 from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS
 from fanfold.spec.weight_format import WeightFormat
+
+SCALES = {16: torch.int32, 32: torch.int16}
+"""Dtype of a row's scales of a tile of E2M1 codes, by group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +35,8 @@ class FragmentWeights:
         k: inputs.
         halves: P, 2 for gate and up, 1 for down and for up without a gate.
         words: int32 [E, NR/64, KP/64, 512].
-        scales: fp16 [E, NR/64, KP/G, 64]; of E2M1 codes uint8 [E, NR/64, KP/64, 64, 64/G], the file's bytes.
+        scales: fp16 [E, NR/64, KP/G, 64]; of E2M1 codes [E, NR/64, KP/64, 64], the `scale_bytes` of a row of a tile in
+            one word: int32 for NVFP4, int16 for MXFP4.
         zeros: zero points uint8, shaped as scales, of asymmetric integers.
         global_scale: of E2M1 codes: fp32 [E, P], by which a whole matrix is multiplied; ones for MXFP4, and for NVFP4
             files that store a divisor its rounded reciprocal.
@@ -38,6 +44,7 @@ class FragmentWeights:
         order: int32 [E, K] of gate and up with act-order: sorted input j is the file's input order[e, j]. The launch
             brings x into that order.
         hidden_order: int32 [E, I], see above; the same of both projections of a layer. None: as in the file.
+        launches: compiled kernels and their constants, as `launch` keeps them.
 
     Raises:
         ArgumentError: a tensor is not as said here; names it.
@@ -54,6 +61,9 @@ class FragmentWeights:
     bias: Tensor | None = None
     order: Tensor | None = None
     hidden_order: Tensor | None = None
+    launches: dict[Any, tuple[Any, tuple[Any, ...]]] = field(
+        default_factory=dict[Any, tuple[Any, tuple[Any, ...]]], init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         experts, slabs, tiles = self.num_experts, self.rows // TILE, self.padded_k // TILE
@@ -61,8 +71,8 @@ class FragmentWeights:
         if slabs % 2 or self.rows < self.n * self.halves or tiles % 2 or self.padded_k < self.k:
             raise _wrong("words", describe(self.words), f"tiles of 64 x 64 for [{self.n * self.halves}, {self.k}]")
         group, fp4 = self.format.group_size, bool(self.fp4_group)
-        shape = [experts, slabs, tiles, TILE, TILE // group] if fp4 else [experts, slabs, self.padded_k // group, TILE]
-        _check("scales", self.scales, shape, torch.uint8 if fp4 else torch.float16, self.words)
+        shape = [experts, slabs, tiles if fp4 else self.padded_k // group, TILE]
+        _check("scales", self.scales, shape, SCALES.get(self.fp4_group, torch.float16), self.words)
         needed = {"zeros": not fp4 and not self.format.symmetric, "global_scale": fp4}
         for name, wanted in needed.items():
             if wanted != (getattr(self, name) is not None):
@@ -77,17 +87,17 @@ class FragmentWeights:
             if tensor is not None:
                 _check(name, tensor, sizes, dtype, self.words)
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """E."""
         return self.words.shape[0]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """NR."""
         return self.words.shape[1] * TILE
 
-    @property
+    @cached_property
     def padded_k(self) -> int:
         """KP."""
         return self.words.shape[2] * TILE
@@ -99,7 +109,7 @@ class FragmentWeights:
         tensors = (self.words, self.scales, self.zeros, self.global_scale, self.bias, self.order, order)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    @property
+    @cached_property
     def fp4_group(self) -> int:
         """Codes that share a scale, of E2M1 codes; 0 for integers."""
         return FP4_GROUPS.get(self.format.kind, 0)
