@@ -1,52 +1,28 @@
-"""The benchmark scripts start where no GPU is, and the stored results are what their README says."""
+"""The stored results are what their README says."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fanfold.bench.jobs import LAYERS
+from fanfold.bench.run import Cell, Settings
 from fanfold.kernels.grouped.sm90.tuned import read_table
+from fanfold.spec import WeightFormat
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "int4_layer.py"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (RESULTS / "README.md").read_text()
-FILES = sorted(RESULTS.glob("*.jsonl"))
+FILES = sorted(RESULTS.glob("int4_run*.jsonl"))
+BENCH = sorted(RESULTS.glob("bench_*.jsonl"))
 PRODUCT = {"shape", "T", "what", "us", "cfg"}
 LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
 # Values of a config by run, as the README has them.
 VALUES = {1: {5}, 2: {8}, 3: {10}, 5: {11}, 6: {10, 4}, 7: {10}, 9: {10, 6}, 11: {10, 5}}
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
-    )
-
-
-def test_help() -> None:
-    done = run("--help")
-    assert done.returncode == 0, done.stderr
-    assert "every row of the tuned table is verified, then timed" in done.stdout
-    _, _, section = (ROOT / "benchmarks" / "README.md").read_text().partition("## `int4_layer.py`")
-    for option in re.findall(r"--\w+", section):
-        assert option in done.stdout
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what it needs where there is no GPU")
-def test_without_a_gpu_it_says_what_it_needs() -> None:
-    done = run()
-    assert done.returncode == 1
-    assert "needs a Hopper GPU" in done.stderr
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -90,3 +66,20 @@ def test_the_tuned_table_is_made_of_these_rows() -> None:
 
 def layer_rows(number: int) -> list[dict[str, Any]]:
     return [row for row in rows_of(RESULTS / f"int4_run{number}.jsonl") if row["what"] == "layer"]
+
+
+def test_rows_of_fanfold_bench() -> None:
+    """Those of a GPU, verified, of a commit without edits, with the fields that bench writes today."""
+    cell = Cell(LAYERS["qwen3-30b"], WeightFormat.parse("bf16"), 1, Settings(torch.device("cpu")))
+    for path in BENCH:
+        assert f"`{path.name}`" in PAGE
+        for row in rows_of(path):
+            assert set(row) == set(cell.row())
+            assert row["refused"] is None
+            assert row["gpu"] is not None
+            assert 0 < row["error"] < 2 * row["plain_error"]
+            assert len(row["commit"]) == 40
+
+
+def test_every_stored_file_is_of_one_kind() -> None:
+    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH])
