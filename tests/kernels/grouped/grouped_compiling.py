@@ -36,16 +36,24 @@ OTHERS = [
 N, K, EXPERTS, TOP_K = 256, 512, 2, 2
 
 
-def compiled(name: str, config: LaunchConfig, arch: int, dtype: torch.dtype, fused: bool) -> tuple[Resources, str]:
+def compiled(
+    name: str, config: LaunchConfig, arch: int, dtype: torch.dtype, fused: bool, w8a8: bool = False
+) -> tuple[Resources, str]:
     """Resources and SASS of gate_up for one arch."""
+    from fanfold.kernels.common.operands import RowScales
     from fanfold.kernels.grouped.launch import launch_arguments
     from fanfold.kernels.grouped.product import grouped_product
+    from fanfold.kernels.grouped.quantize import group_of
 
     fmt = WeightFormat.parse(name)
     fields = {key: field for key, field in codec.shapes(fmt, N, K).items() if field.required}
     tensors = {key: torch.zeros((EXPERTS, 2, *field.shape), dtype=field.dtypes[0]) for key, field in fields.items()}
-    tokens = 8
-    x = torch.zeros(tokens, K, dtype=dtype)
+    tokens, scales = 8, None
+    x = torch.zeros(tokens, K, dtype=torch.uint8 if w8a8 else dtype)
+    if w8a8:
+        size = group_of(fmt, K)
+        groups = -(-K // size)
+        scales = RowScales(torch.zeros(tokens, groups), groups, 1, size)
     work = WorkList(torch.zeros(tokens * TOP_K // config.block_t + EXPERTS, 4, dtype=torch.int32), config.block_t)
     arguments = launch_arguments(
         "compile",
@@ -58,5 +66,6 @@ def compiled(name: str, config: LaunchConfig, arch: int, dtype: torch.dtype, fus
         arch,
         top_k=TOP_K,
         activation=Activation("silu") if fused else None,
+        x_scales=scales,
     )
     return compile_launch(grouped_product, arguments, f"sm_{arch}")

@@ -93,13 +93,14 @@ def moved(weights: ProjectionWeights, device: str) -> ProjectionWeights:
 
 
 def configs(weights: ProjectionWeights, dtype: torch.dtype, device: str, block_t: int = 16) -> list[LaunchConfig]:
-    """Small ones for the interpreter, those of the tables for a GPU."""
+    """Small ones for the interpreter; some of the tables for a GPU, which compiles each: scales on sums, on weights."""
     if device == "cuda":
         from fanfold.kernels.common.device import arch_of
         from fanfold.kernels.grouped.configs import all_configs
 
         arch = arch_of(torch.device(device))
-        return list(dict.fromkeys(c for c, _ in all_configs(weights.format, weights.k, dtype, arch)))
+        alone = {c.block_t: c for c, fused in all_configs(weights.format, weights.k, dtype, arch) if not fused}
+        return [alone[t] for t in ((32,) if dtype == torch.float16 else (16, 64, 128)) if t in alone]
     run = run_of(weights.format, weights.k)
     on_sum = run > 0 and run % 32 == 0
     return [LaunchConfig(64, 64, block_t, 4, 2), LaunchConfig(32, 32, block_t, 4, 2, scale_on_sum=on_sum)]

@@ -123,22 +123,38 @@ def test_configs_follow_rows_and_groups(name: str, arch: int) -> None:
     chosen = [config_for(fmt, 2048, torch.bfloat16, arch, rows, 128) for rows in (8, 128, 2048, 4096, 131072)]
     assert [config.block_t for config in chosen] == [16, 16, 32, 64, 128]
     run = {"gptq4-g128": 128, "gptq4-g64": 64, "fp8-block128x128": 128}.get(name)
-    for config, fused in all_configs(fmt, 2048, torch.bfloat16, arch):
+    for config, _ in all_configs(fmt, 2048, torch.bfloat16, arch):
         assert config.scale_on_sum == (run is not None and config.block_t <= 64)
         assert not config.scale_on_sum or (run is not None and run % config.block_k == 0)
-        assert not fused or config.block_n <= 64
+        assert config.smallest_t is None or config.block_t // config.smallest_t in (2, 4)
     for fused in (False, True):
         pinned = pinned_config(fmt, 2048, torch.bfloat16, arch, fused)
-        assert (pinned, fused) in list(all_configs(fmt, 2048, torch.bfloat16, arch))
+        of_tables = [
+            (replace(config, smallest_t=None), f) for config, f in all_configs(fmt, 2048, torch.bfloat16, arch)
+        ]
+        assert (pinned, fused) in of_tables
+        assert pinned.smallest_t is None
 
 
-def test_fused_and_unfused_scale_the_same_sums() -> None:
-    """Steps whose sums are scaled are equally long, so that the bits are equal."""
-    for name in ("gptq4-g128", "gptq4-g64", "fp8-block128x128"):
+@pytest.mark.parametrize("arch", [80, 90])
+def test_fused_and_unfused_scale_the_same_sums(arch: int) -> None:
+    """Steps that are summed by themselves are equally long, so that the bits are equal."""
+    names = ("gptq4-g128", "gptq4-g64", "gptq3-g128", "fp8-block128x128")
+    for name, w8a8 in [(name, False) for name in names] + [("fp8-block128x128", True), ("fp8-block64x64", True)]:
         for rows in (8, 2048, 4096):
             fmt = WeightFormat.parse(name)
-            unfused, fused = (config_for(fmt, 2048, torch.bfloat16, 90, rows, 128, fused) for fused in (False, True))
+            unfused, fused = (
+                config_for(fmt, 2048, torch.bfloat16, arch, rows, 128, fused, w8a8) for fused in (False, True)
+            )
             assert (unfused.block_k, unfused.scale_on_sum, unfused.block_t) == (fused.block_k, True, fused.block_t)
+
+
+def test_configs_of_8_bit_activations() -> None:
+    fmt = WeightFormat.parse("fp8-block128x128")
+    chosen = [config_for(fmt, 2048, torch.bfloat16, 90, rows, 128, w8a8=True) for rows in (8, 2048, 8192, 32768)]
+    assert [config.block_t for config in chosen] == [16, 32, 64, 128]
+    assert all(config.scale_on_sum and config.block_k == 128 for config in chosen)
+    assert config_for(WeightFormat.parse("fp8-block64x64"), 2048, torch.bfloat16, 90, 8, 8, w8a8=True).block_k == 64
 
 
 def test_fp32_activations_have_one_config() -> None:

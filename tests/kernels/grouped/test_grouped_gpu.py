@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from grouped_jobs import Job, check_close, exact, job_of, plain, projection
@@ -12,6 +14,7 @@ from fanfold.routing.plan import plan_sort
 from fanfold.spec import Activation, ProjectionWeights, WeightFormat
 from fanfold.spec.launch import LaunchConfig
 from graphs import check_replays, dirty_memory, same_bits
+from samples import relative_error
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -178,6 +181,56 @@ def test_replays_with_other_routings(name: str, tokens: int) -> None:
         return [grouped_down(h, down, work, route.sorted_rows, last, scatter=True)]
 
     check_replays(call, [(tokens_of(tokens, 256, torch.bfloat16, s), routing(tokens, 4, 16, s)) for s in range(4)])
+
+
+@pytest.mark.parametrize("size", [2880, 704, 352])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block128x128"])
+def test_8_bit_activations(name: str, size: int) -> None:
+    """Every tile of rows, against fp64 of the quantised activations; fused and unfused have the same bits."""
+    from fanfold.kernels.activation.activate import activate
+    from fanfold.kernels.common.device import arch_of
+    from fanfold.kernels.grouped.configs import config_for
+    from fanfold.kernels.grouped.launch import grouped_gate_up
+    from fanfold.kernels.grouped.quantize import group_of
+    from fanfold.kernels.grouped.reference import dequantize_rows, quantize_rows
+
+    weights = projection(name, 3, 2, 320, size, "cuda")
+    group, arch = group_of(weights.format, size), arch_of(torch.device("cuda"))
+    for tokens in (1, 20, 90, 1000):
+        x, ids = tokens_of(tokens, size, torch.bfloat16), routing(tokens, 2, 3)
+        plain_config, fused_config = (
+            config_for(weights.format, size, torch.bfloat16, arch, tokens * 2, 3, fused, w8a8=True)
+            for fused in (False, True)
+        )
+        job = job_of(x, ids, 3, plain_config.block_t)
+        arguments = (x, weights, job.work, job.route.sorted_rows, 2)
+        dirty_memory("cuda")
+        y1 = grouped_gate_up(*arguments, plain_config, w8a8=True)
+        rounded = dequantize_rows(*quantize_rows(x, group), group)[job.tokens]
+        for half in range(2):
+            found, wanted = y1[:, half * 320 : (half + 1) * 320], exact(weights, rounded, job.route, half)
+            assert relative_error(found, wanted) < 3e-3  # bf16 rounds by 1.7e-3
+            assert abs(float(found.double().norm() / wanted.norm()) - 1) < 1e-3
+        h = grouped_gate_up(*arguments, fused_config, Activation("silu"), w8a8=True)
+        assert same_bits(h, activate(y1, Activation("silu")))
+
+
+@pytest.mark.parametrize("name", ["bf16", "gptq4-g128", "fp8-channel"])
+def test_smaller_tiles_have_the_same_bits(name: str) -> None:
+    from fanfold.kernels.grouped.launch import grouped_gate_up
+
+    weights = projection(name, 6, 2, 256, 1024, "cuda")
+    x, ids = tokens_of(300, 1024, torch.bfloat16), routing(300, 2, 6)
+    ids[:, 0] = torch.arange(300, device="cuda") // 150  # experts of 150 rows and of few
+    config = config_of(weights, torch.bfloat16, 10**6)
+    assert config.smallest_t == 32
+    job = job_of(x, ids, 6, 128)
+    found = [
+        grouped_gate_up(x, weights, job.work, job.route.sorted_rows, 2, replace(config, smallest_t=smallest))
+        for smallest in (None, 64, 32)
+    ]
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
 
 
 def test_d6_weights_beyond_2_to_31_elements() -> None:

@@ -116,5 +116,5 @@ def e4m3_operands(
     n = n0 + tl.arange(0, BLOCK_N)
     k = k0 + tl.arange(0, BLOCK_K)
     inside = (n < N)[:, None] & (k < K)[None, :]
-    numbers = tl.load(ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=inside, other=0)
+    numbers = tl.load(ptr + n[:, None] * stride_n + k[None, :] * stride_k, mask=inside, other=0.0)
     return numbers if NATIVE_E4M3 else e4m3_to_fp16(numbers, False)

@@ -24,6 +24,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NO_SCALES = Scales(None, 0, 0, 0, 0, 1, 1)
 NO_ZEROS = Zeros(None, 0, 0, 0, 0)
 NO_ORDER = Order(None, 0, 0)
+NARROWEST_8_BIT = 32
+"""Inputs of one instruction of a matrix unit, of 8 bits each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +74,17 @@ def layout_of_8_bit_product(weights: ProjectionWeights) -> Layout:
     """As `layout`, for FP8 weights that meet activations of 8 bits.
 
     Raises:
-        ArgumentError: the weights are not FP8, or as for `layout`.
+        ArgumentError: the weights are not FP8, or their blocks are too narrow; or as for `layout`.
     """
-    if weights.format.kind != "fp8":
+    packed = layout(weights)
+    if weights.format.kind != "fp8" or 0 < packed.run < NARROWEST_8_BIT:
         raise ArgumentError(
             "weights of a W8A8 product",
             found=str(weights.format),
-            expected="fp8-tensor, fp8-channel or fp8-block",
+            expected=f"fp8-tensor, fp8-channel, or blocks of a multiple of {NARROWEST_8_BIT} inputs",
             next_step="Leave the activations as they are.",
         )
-    return replace(layout(weights), read_codes=read_codes.e4m3_operands)
+    return replace(packed, read_codes=read_codes.e4m3_operands)
 
 
 def run_of(fmt: WeightFormat, k: int) -> int:

@@ -98,16 +98,26 @@ def weight_tiles(
 def add_step(
     acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
     SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, W8A8: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TURNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum: acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; "sum" scales the product.
 
-    W8A8: a step is summed by itself, since Hopper's products of 8-bit numbers keep fewer bits than fp32 has.
+    W8A8 sums each step by itself, since Hopper's products of 8-bit numbers keep fewer bits than fp32 has.
+    TURNED: acc is [BLOCK_T, BLOCK_N].
     """
-    if SCALE_AT == "sum":
+    if W8A8 and SCALE_AT == "sum":
+        if WHOLE:
+            matrix = s.ptr + expert * s.stride_e + half * s.stride_p
+            scale = tl.load(matrix + n0 // s.rows * s.stride_n + k0 // s.group_size * s.stride_g).to(tl.float32)
+        else:
+            scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+        if TURNED:
+            scale = x_scale[:, None] * (scale if WHOLE else tl.trans(scale))
+            return acc + tl.dot(tl.trans(x), tl.trans(tile)) * scale
+        else:
+            return acc + tl.dot(tile, x) * (x_scale[None, :] * scale)
+    elif SCALE_AT == "sum":
         scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
-        if W8A8:
-            scale = scale * x_scale[None, :]
         return acc + tl.dot(tile, x, input_precision="ieee") * scale
     elif W8A8:
         return acc + tl.dot(tile, x)
@@ -142,6 +152,94 @@ def finish(
     return acc.to(DTYPE)
 
 
+@triton.jit
+def rows_of_expert(
+    x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count, N, K, top_k,
+    alpha, limit, stride_x, stride_y,
+    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
+    SCATTER: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Outputs n0 to n0 + BLOCK_N of `count` <= BLOCK_T rows of one expert; arguments as for `grouped_product`."""
+    GATED: tl.constexpr = ACTIVATION is not None and HALVES == 2
+    # Scales of tokens are few values a thread where tokens are the left operand, which has 64 rows or more.
+    TURNED: tl.constexpr = W8A8 and SCALE_AT == "sum" and BLOCK_T >= 64
+    if W8A8 and NATIVE_E4M3:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv))
+    DECODE: tl.constexpr = W8A8 and not NATIVE_E4M3
+    operand: tl.constexpr = tl.float16 if DECODE else x_ptr.dtype.element_ty
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    t = tl.arange(0, BLOCK_T)
+    in_t = t < count
+    position = first + t
+    row = position
+    if PLANNED and (GATHER or SCATTER or rw_ptr is not None):
+        row = tl.load(rows_ptr + position, mask=in_t, other=0)
+    source = row // top_k if GATHER else position
+    k = tl.arange(0, BLOCK_K)
+    x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
+    xs_rows = xs.ptr + source.to(tl.int64) * xs.stride_t if W8A8 else None
+    acc = tl.zeros((BLOCK_T, BLOCK_N) if TURNED else (BLOCK_N, BLOCK_T), tl.float32)
+    acc_up = acc
+    if AHEAD:
+        tile, tile_up = weight_tiles(
+            w, s, z, order, expert, half, n0, N, 0, K,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+        )  # fmt: skip
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_rows + (k0 + k)[:, None], mask=in_t[None, :] & (k0 + k < K)[:, None], other=0.0)
+        if DECODE:
+            x = e4m3_to_fp16(x, False)
+        if not AHEAD:
+            tile, tile_up = weight_tiles(
+                w, s, z, order, expert, half, n0, N, k0, K,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+            )  # fmt: skip
+        x_scale = None
+        if W8A8 and SCALE_AT == "sum":
+            x_scale = tl.load(xs_rows + k0 // xs.group_size * xs.stride_g, mask=in_t, other=0.0)
+        acc = add_step(
+            acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
+            SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, TURNED, WHOLE, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if GATED:
+            acc_up = add_step(
+                acc_up, tile_up, x, x_scale, s, order, expert, half + 1, n0, N, k0, K,
+                SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, TURNED, WHOLE, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        if AHEAD:
+            tile, tile_up = weight_tiles(
+                w, s, z, order, expert, half, n0, N, k0 + BLOCK_K, K,
+                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+            )  # fmt: skip
+
+    if TURNED:
+        acc = tl.trans(acc)
+        acc_up = tl.trans(acc_up)
+    whole_scale = tl.load(xs_rows, mask=in_t, other=0.0) if W8A8 and SCALE_AT == "end" else None
+    y = finish(
+        acc, whole_scale, s, m_ptr, b_ptr, expert, half, n0, N,
+        HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
+    )  # fmt: skip
+    column = n0 + tl.arange(0, BLOCK_N)
+    if GATED:
+        up = finish(
+            acc_up, whole_scale, s, m_ptr, b_ptr, expert, half + 1, n0, N,
+            HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
+        )  # fmt: skip
+        y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
+    elif ACTIVATION is not None:
+        y = activate(y, y, alpha, limit, ACTIVATION).to(dtype)
+    if rw_ptr is not None:
+        weight = tl.load(rw_ptr + row, mask=in_t, other=0.0)
+        y = (y.to(tl.float32) * weight[None, :]).to(dtype)
+    to = row if SCATTER else position
+    y_rows = y_ptr + to.to(tl.int64) * stride_y + half * N
+    tl.store(y_rows[None, :] + column[:, None], y, mask=in_t[None, :] & (column < N)[:, None])
+
+
 @triton.jit(do_not_specialize=["slots", "experts", "top_k", "alpha", "limit"])
 def grouped_product(
     x_ptr: tl.tensor, xs: tl.tuple, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple,
@@ -151,8 +249,9 @@ def grouped_product(
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
-    SCATTER: tl.constexpr, W8A8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    TOGETHER: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    SCATTER: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, SMALLEST_T: tl.constexpr, TOGETHER: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program makes BLOCK_N outputs of a half (or of h) for the rows of one work item, or for one row.
 
@@ -175,17 +274,14 @@ def grouped_product(
         ACTIVATION: None, or what makes h from gate and up (relu2: from up) in the same program. y1 is rounded
             before it, so that the bits are those of two launches.
         W8A8: x and weights are E4M3, of a machine that multiplies them (NATIVE_E4M3), else read as fp16.
+        WHOLE: one weight scale for all BLOCK_N outputs and a step (W8A8).
+        SMALLEST_T: programs with fewer rows make tiles of half or a quarter of BLOCK_T, down to this.
         AHEAD: weights are unpacked one step ahead, and so while the product of this step is made; False where they
             enter it as they lie in memory. It also makes Triton give them to the product through shared memory: as
             a register operand, Triton 3.6 may overwrite them while a product on Hopper still reads them.
         TOGETHER: work items that pass one weight tile one after the other, while it is in the L2 cache.
     """
     GATED: tl.constexpr = ACTIVATION is not None and HALVES == 2
-    if W8A8 and NATIVE_E4M3:
-        x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv))
-    DECODE: tl.constexpr = W8A8 and not NATIVE_E4M3
-    operand: tl.constexpr = tl.float16 if DECODE else x_ptr.dtype.element_ty
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
     tiles_of_half = tl.cdiv(N, BLOCK_N)
     tiles = tiles_of_half if GATED else tiles_of_half * HALVES
     pid = tl.program_id(0)
@@ -209,67 +305,26 @@ def grouped_product(
         first = slot
         count = 1
 
-    t = tl.arange(0, BLOCK_T)
-    in_t = t < count
-    position = first + t
-    row = position
-    if PLANNED and (GATHER or SCATTER or rw_ptr is not None):
-        row = tl.load(rows_ptr + position, mask=in_t, other=0)
-    source = row // top_k if GATHER else position
-    k = tl.arange(0, BLOCK_K)
-    x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
-    xs_rows = xs.ptr + source.to(tl.int64) * xs.stride_t if W8A8 else None
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    acc_up = acc
-    if AHEAD:
-        tile, tile_up = weight_tiles(
-            w, s, z, order, expert, half, n0, N, 0, K,
-            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
-        )  # fmt: skip
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_rows + (k0 + k)[:, None], mask=in_t[None, :] & (k0 + k < K)[:, None], other=0.0)
-        if DECODE:
-            x = e4m3_to_fp16(x, False)
-        if not AHEAD:
-            tile, tile_up = weight_tiles(
-                w, s, z, order, expert, half, n0, N, k0, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+    # Fewer rows, a smaller tile: at most a quarter of BLOCK_T.
+    if SMALLEST_T < BLOCK_T and count <= BLOCK_T // 2:
+        if SMALLEST_T < BLOCK_T // 2 and count <= BLOCK_T // 4:
+            rows_of_expert(
+                x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
+                N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
+                NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
+                BLOCK_T // 4, AHEAD, STAGES,
             )  # fmt: skip
-        x_scale = None
-        if W8A8 and SCALE_AT == "sum":
-            x_scale = tl.load(xs_rows + k0 // xs.group_size * xs.stride_g, mask=in_t, other=0.0)
-        acc = add_step(
-            acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
-            SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        if GATED:
-            acc_up = add_step(
-                acc_up, tile_up, x, x_scale, s, order, expert, half + 1, n0, N, k0, K,
-                SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, BLOCK_N, BLOCK_K,
+        else:
+            rows_of_expert(
+                x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
+                N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
+                NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
+                BLOCK_T // 2, AHEAD, STAGES,
             )  # fmt: skip
-        if AHEAD:
-            tile, tile_up = weight_tiles(
-                w, s, z, order, expert, half, n0, N, k0 + BLOCK_K, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
-            )  # fmt: skip
-
-    whole_scale = tl.load(xs_rows, mask=in_t, other=0.0) if W8A8 and SCALE_AT == "end" else None
-    y = finish(
-        acc, whole_scale, s, m_ptr, b_ptr, expert, half, n0, N,
-        HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
-    )  # fmt: skip
-    column = n0 + tl.arange(0, BLOCK_N)
-    if GATED:
-        up = finish(
-            acc_up, whole_scale, s, m_ptr, b_ptr, expert, half + 1, n0, N,
-            HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
+    else:
+        rows_of_expert(
+            x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
+            N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
+            NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
+            BLOCK_T, AHEAD, STAGES,
         )  # fmt: skip
-        y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
-    elif ACTIVATION is not None:
-        y = activate(y, y, alpha, limit, ACTIVATION).to(dtype)
-    if rw_ptr is not None:
-        weight = tl.load(rw_ptr + row, mask=in_t, other=0.0)
-        y = (y.to(tl.float32) * weight[None, :]).to(dtype)
-    to = row if SCATTER else position
-    y_rows = y_ptr + to.to(tl.int64) * stride_y + half * N
-    tl.store(y_rows[None, :] + column[:, None], y, mask=in_t[None, :] & (column < N)[:, None])
