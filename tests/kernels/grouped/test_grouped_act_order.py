@@ -8,6 +8,7 @@ import pytest
 import torch
 from grouped_jobs import check_close, configs, exact, job_of, plain, projection, random_job
 
+from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.errors import ArgumentError
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.grouped.act_order import sort_by_group
@@ -115,3 +116,13 @@ def test_a_permutation_of_other_experts_is_refused(monkeypatch: pytest.MonkeyPat
     for wrong in (order[:2], order.long(), order.T.contiguous().T):
         with pytest.raises(ArgumentError, match=r"grouped_gate_up: permutation: found .*expected .*int32 \[3, 224\]"):
             launch.grouped_gate_up(job.x, by_group, job.work, job.route.sorted_rows, 1, config, permutation=wrong)
+
+
+@ALL_ARCHS
+def test_the_permutation_compiles(arch: str) -> None:
+    from fanfold.kernels.grouped.act_order import permute_rows
+
+    pointers = {"x_ptr": "*bf16", "y_ptr": "*bf16", "order_ptr": "*i32", "work_ptr": "*i32", "rows_ptr": "*i32"}
+    types = {**pointers, "experts": "i32", "K": "i32", "top_k": "i32", "stride_x": "i32"}
+    constants = {"PLANNED": True, "GATHER": True, "ROWS": 4, "BLOCK": 16384}
+    check_fits(compile_kernel(permute_rows, types, constants, arch, 8), arch)

@@ -9,6 +9,7 @@ import torch
 from grouped_jobs import exact, projection, random_job
 from torch import Tensor
 
+from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.errors import ArgumentError
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.common.operands import RowScales
@@ -158,3 +159,13 @@ def test_what_is_no_8_bit_product_is_refused(case: str, monkeypatch: pytest.Monk
     )
     with pytest.raises(ArgumentError, match=message):
         launch.grouped_gate_up(job.x, weights, job.work, job.route.sorted_rows, 2, config, w8a8=True)
+
+
+@ALL_ARCHS
+def test_quantisation_compiles(arch: str) -> None:
+    from fanfold.kernels.grouped.quantize import quantize_groups
+
+    pointers = {"x_ptr": "*bf16", "q_ptr": "*u8", "s_ptr": "*fp32"}
+    types = {**pointers, "K": "i32", "groups": "i32", "group_size": "i32", "stride_x": "i32"}
+    constants = {"NATIVE": int(arch[3:]) >= 89, "GROUPS": 1, "BLOCK": 16384}
+    check_fits(compile_kernel(quantize_groups, types, constants, arch, 8), arch)

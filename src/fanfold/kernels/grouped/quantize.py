@@ -49,7 +49,7 @@ def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, RowScales]:
         with torch.cuda.device_of(x):
             quantize_groups[grid](
                 x, codes, scales, k, groups, group_size, x.stride(0),
-                NATIVE=native, GROUPS=together, BLOCK=block, num_warps=4,
+                NATIVE=native, GROUPS=together, BLOCK=block, num_warps=8 if block > STEP else 4,
             )  # fmt: skip
     return codes, RowScales(scales, scales.stride(0), scales.stride(1), group_size)
 
