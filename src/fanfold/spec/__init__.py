@@ -1,6 +1,9 @@
 """Nouns: frozen values, checked when made; no tensor is computed here."""
 
 from fanfold.spec.activation import Activation as Activation
+from fanfold.spec.adapters import AdapterRows as AdapterRows
+from fanfold.spec.adapters import AdapterTable as AdapterTable
+from fanfold.spec.adapters import AdapterWork as AdapterWork
 from fanfold.spec.lora import LoraPair as LoraPair
 from fanfold.spec.route import Route as Route
 from fanfold.spec.router import Router as Router

@@ -1,4 +1,4 @@
-"""The LoRA fold in readable torch: the oracle of the LoRA kernels."""
+"""The LoRA fold and its order of rows in readable torch: the oracles of the LoRA kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError
 from fanfold.kernels.common.invariant import invariant_matmul
-from fanfold.spec import LoraPair
+from fanfold.kernels.lora.sizes import first_item, work_items
+from fanfold.spec import LoraPair, Route
+from fanfold.spec.adapters import AdapterWork
 
 
 def lora_fold(
@@ -64,6 +66,43 @@ def lora_fold(
         delta = invariant_matmul(xa.float(), pair.b.float()).to(y.dtype)
         scale = torch.tensor(pair.scale, dtype=torch.float32, device=y.device)
         y[at] = (y[at].float() + scale * delta.float()).to(y.dtype)
+
+
+def order_rows(route: Route, adapter_ids: Tensor | None, slots: int, tile: int, *, one_slot: int = -1) -> AdapterWork:
+    """A batch's rows ordered by (expert, adapter slot), and their tiles.
+
+    Args:
+        route: the plan of the batch.
+        adapter_ids: integers [T], adapter slot of each token; < 0 and >= `slots` are the base. None: `one_slot`.
+        slots: adapter slots of the layer's tables.
+        tile: rows of a tile.
+        one_slot: the slot of every token where there are no ids; -1 is the base.
+
+    Returns:
+        The work; the tiles of an expert start at item `sizes.first_item` of its offset.
+    """
+    rows, experts = route.sorted_rows.numel(), route.num_experts
+    of_token = [one_slot] * (rows // route.top_k) if adapter_ids is None else _integers(adapter_ids)
+    row_at, offsets = _integers(route.sorted_rows), _integers(route.expert_offsets)
+    positions = list(range(rows))
+    items = [[-1, -1, 0, 0] for _ in range(work_items(rows, experts, slots, tile))]
+    for expert in range(experts):
+        by_slot: dict[int, list[int]] = {slot: [] for slot in (*range(slots), -1)}
+        for position in range(offsets[expert], offsets[expert + 1]):
+            slot = of_token[row_at[position] // route.top_k]
+            by_slot[slot if 0 <= slot < slots else -1].append(position)
+        place, item = offsets[expert], first_item(offsets[expert], expert, slots, tile)
+        for slot, its_positions in by_slot.items():
+            positions[place : place + len(its_positions)] = its_positions
+            for first in range(0, len(its_positions), tile):
+                items[item] = [expert, slot, place + first, min(tile, len(its_positions) - first)]
+                item += 1
+            place += len(its_positions)
+    device = route.sorted_rows.device
+    as_tensor = torch.tensor(positions, dtype=torch.int32, device=device)
+    list_of_items = torch.tensor(items, dtype=torch.int32, device=device).view(-1, 4)
+    placed = route.sorted_rows[as_tensor.long()]
+    return AdapterWork(list_of_items, as_tensor, placed, route.top_k, slots, tile)
 
 
 def _integers(tensor: Tensor) -> list[int]:
