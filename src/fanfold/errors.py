@@ -101,6 +101,10 @@ class PoolFullError(FanfoldError, RuntimeError):
     """Every slot of the pool holds an adapter."""
 
 
+class DeviceMemoryError(FanfoldError, MemoryError):
+    """The device has no room for what was to be loaded; what was loaded before is as it was."""
+
+
 class UnavailableError(FanfoldError, RuntimeError):
     """What was asked for can't run here: a device, an arch, a package or an implementation is missing."""
 

@@ -56,6 +56,14 @@ class FakeSite:
     device: torch.device = CPU
     held: dict[int, Any] = field(default_factory=dict)
     fail: bool = False
+    reserved: tuple[int, int] = (0, 0)
+
+    def reserve(self, slots: int, max_rank: int) -> None:
+        self.held.clear()
+        self.reserved = slots, max_rank
+
+    def unknown_ids(self) -> int:
+        return 0
 
     def put(self, slot: int, pairs: Any) -> None:
         if self.fail:

@@ -22,7 +22,10 @@ def test_a_linear_pair(dtype: torch.dtype) -> None:
     assert isinstance(found, LoraPair)
     assert torch.equal(found.a, pair().a.to(dtype))
     assert torch.equal(found.b, pair().b.to(dtype))
-    assert found.b.is_contiguous()
+    assert (found.a.stride(), found.b.stride()) == ((5, 1), (8, 1))  # B [3, 2] in rows of 8
+    memory = torch.as_strided(found.a, (8 * 5 + 3 * 8,), (1,))
+    assert memory.count_nonzero() == 2 * 5 + 3 * 2
+    assert memory.untyped_storage().nbytes() == memory.nbytes
     assert found.scale == 0.75  # an fp32 factor, whatever the dtype
 
 
@@ -34,7 +37,8 @@ def test_expert_pairs_go_on_sharing_their_a() -> None:
     }
     found = convert(pairs, FakeSite("experts", torch.bfloat16))
     assert not isinstance(found, LoraPair)
-    assert found["gate", 0].a is found["up", 0].a
+    assert found["gate", 0].a.data_ptr() == found["up", 0].a.data_ptr()
+    assert found["gate", 0].a.untyped_storage().nbytes() == 2 * (8 * 5 + 2 * 3 * 8)
     assert found["up", 0].b.dtype == torch.bfloat16
     assert found["up", 0].scale == 2.0
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fanfold.errors import ArgumentError, UnavailableError, UnsupportedError
-from fanfold.layers.implementations import Implementation, implement
+from fanfold.layers.implementations import Adapters, Implementation, implement
+from fanfold.layers.moving import move, moved, short_name
 from fanfold.layers.op import number_of
 from fanfold.layers.reference import layer
+from fanfold.layers.tables import ExpertTables, reordered
+from fanfold.lora.convert import convert
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
 from fanfold.select import choose, verdicts
@@ -23,7 +25,7 @@ from fanfold.spec.job import LayerJob
 from fanfold.spec.lora import LoraPair
 from fanfold.spec.shape import ExpertShape
 from fanfold.spec.verdict import Rejected
-from fanfold.spec.weights import ExpertWeights, ProjectionWeights
+from fanfold.spec.weights import ExpertWeights
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LOG = logging.getLogger("fanfold")
@@ -77,6 +79,8 @@ class Experts(nn.Module):
         self.biased = weights.gate_up.bias is not None, weights.down.bias is not None
         self.adapter_rows = Rows()
         self.pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
+        self._reserved = 0, 0
+        self.tables: ExpertTables | None = None  # on a GPU
         self.requested = implementation
         self.number = number_of(self)
         self._place(weights)
@@ -107,14 +111,36 @@ class Experts(nn.Module):
         """This layer as the only place of an adapter pool of its own."""
         return {self.path: self}
 
+    def reserve(self, slots: int, max_rank: int) -> None:
+        """Makes room for a pool of so many slots and ranks; all slots are empty then."""
+        self._reserved = slots, max_rank
+        for pairs in self.pairs.values():
+            pairs.clear()
+        self.tables = None
+        if self._kernels is not None and slots:
+            self.tables = ExpertTables(self.shape, slots, max_rank, self.dtype, self.device)
+
+    def unknown_ids(self) -> int:
+        """Tokens seen with an adapter id that is no slot's; counted on a GPU alone."""
+        return 0 if self.tables is None else int(self.tables.unknown)
+
     def put(self, slot: int, pairs: ExpertPairs) -> None:
-        """Fills a slot; what was in it is dropped."""
-        self.drop(slot)
+        """Fills a slot with pairs of `lora.convert`; what was in it is dropped."""
+        if self._kernels is not None and self._kernels.hidden_order is not None:
+            pairs = reordered(pairs, self._kernels.hidden_order)
+        if self.tables is not None:
+            self.tables.write(slot, pairs)
+        self._forget(slot)
         for (projection, expert), pair in pairs.items():
             self.pairs[projection][slot, expert] = pair
 
     def drop(self, slot: int) -> None:
         """Empties a slot."""
+        if self.tables is not None:
+            self.tables.write(slot, {})
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
         for pairs in self.pairs.values():
             for key in [key for key in pairs if key[0] == slot]:
                 del pairs[key]
@@ -147,7 +173,10 @@ class Experts(nn.Module):
         """`forward` behind its checks: what torch.ops.fanfold.experts calls."""
         if self._kernels is None:
             return layer(hidden, topk_ids, topk_weights, self.weights, self.activation, self.pairs, adapter_ids)
-        return self._kernels.run(hidden, topk_ids, topk_weights)
+        adapters = None
+        if adapter_ids is not None and self.tables is not None:
+            adapters = Adapters(self.tables.gate_up, self.tables.down, as_int32(adapter_ids), self.tables.unknown)
+        return self._kernels.run(hidden, topk_ids, topk_weights, adapters)
 
     def extra_repr(self) -> str:
         """Formats and sizes."""
@@ -169,13 +198,10 @@ class Experts(nn.Module):
             ArgumentError: a cast that means packed words too (`.type(dtype)`), or a move of repacked weights.
         """
         super()._apply(fn, recurse)
-        self.pairs = {
-            name: {key: replace(pair, a=_move(pair.a, fn), b=_move(pair.b, fn)) for key, pair in pairs.items()}
-            for name, pairs in self.pairs.items()
-        }
-        device = _move(torch.empty(0, dtype=torch.uint8, device=self.device), fn).device
+        device = move(torch.empty(0, dtype=torch.uint8, device=self.device), fn).device
         if self._packed is not None:
-            self._place(ExpertWeights(_moved(self._packed.gate_up, fn), _moved(self._packed.down, fn)))
+            self._place(ExpertWeights(moved(self._packed.gate_up, fn), moved(self._packed.down, fn)))
+            self._fill_again()
         elif device != self.device:
             raise ArgumentError(
                 f"{self.path}: device",
@@ -184,6 +210,16 @@ class Experts(nn.Module):
                 next_step=f'Load the checkpoint again with device="{device}".',
             )
         return self
+
+    def _fill_again(self) -> None:
+        """Puts the pairs where the weights are now."""
+        held: dict[int, dict[tuple[str, int], LoraPair]] = {}
+        for projection, pairs in self.pairs.items():
+            for (slot, expert), pair in pairs.items():
+                held.setdefault(slot, {})[projection, expert] = pair
+        self.reserve(*self._reserved)
+        for slot, pairs in held.items():
+            self.put(slot, cast("ExpertPairs", convert(cast("ExpertPairs", pairs), self)))
 
     def _place(self, weights: ExpertWeights) -> None:
         """Takes the weights where they are: chooses what runs them there, and prepares that."""
@@ -223,8 +259,8 @@ class Experts(nn.Module):
             if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != self.device:
                 raise ArgumentError(
                     f"Experts.forward: {name}",
-                    found=f"{_short(tensor.dtype)} {list(tensor.shape)} on {tensor.device}",
-                    expected=f"{' or '.join(map(_short, dtypes))} {list(shape)} on {self.device}",
+                    found=f"{short_name(tensor.dtype)} {list(tensor.shape)} on {tensor.device}",
+                    expected=f"{' or '.join(map(short_name, dtypes))} {list(shape)} on {self.device}",
                     next_step="Pass hidden [T, H], topk_ids and topk_weights [T, k], adapter_ids [T].",
                 )
 
@@ -235,32 +271,14 @@ def _log(what: str, reasons: tuple[tuple[str, str], ...]) -> None:
     LOG.info("%s%s", what, "".join(f"; not {name}: {reason}" for name, reason in reasons))
 
 
+def as_int32(ids: Tensor) -> Tensor:
+    """Adapter ids as kernels read them; one beyond int32 stays out of every pool's range."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, 2**31 - 1).int()
+
+
 def arch_of(device: torch.device) -> str:
     """`cpu`, or `sm_NN` of a CUDA device, as `select` has it."""
     if device.type != "cuda":
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
-
-
-def _move(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """`fn` on the bytes of a tensor, so that it can move them but not cast them."""
-    plain = tensor if not tensor.is_floating_point() else tensor.contiguous().reshape(-1).view(torch.uint8)
-    moved = fn(plain)
-    if moved.dtype != plain.dtype:
-        raise ArgumentError(
-            "packed experts",
-            found=f"a cast to {_short(moved.dtype)}",
-            expected="weights that stay as the quantiser wrote them",
-            next_step="Load the checkpoint with another dtype to change the activations' dtype.",
-        )
-    return moved.view(tensor.dtype).reshape(tensor.shape)
-
-
-def _moved(projection: ProjectionWeights, fn: Callable[[Tensor], Tensor]) -> ProjectionWeights:
-    tensors = {name: _move(tensor, fn) for name, tensor in projection.tensors.items()}
-    return replace(projection, tensors=tensors, bias=None if projection.bias is None else _move(projection.bias, fn))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from fanfold.errors import UnsupportedError
 from fanfold.kernels.lora.reference import lora_fold
-from fanfold.layers.backward import without_backward
+from fanfold.layers.op import number_of
+from fanfold.layers.tables import LinearTable
 from fanfold.lora.rows import Rows
 from fanfold.spec.lora import LoraPair
 
@@ -32,6 +33,8 @@ class Linear:
         self.rows = rows
         self.dtype = dtype
         self.pairs: dict[tuple[int, int], LoraPair] = {}
+        self.table: LinearTable | None = None  # on a GPU
+        self.number = number_of(self)
         self._detach: Callable[[], None] | None = None
 
     @property
@@ -54,16 +57,37 @@ class Linear:
         """Where the weight is."""
         return self.weight.device
 
+    def reserve(self, slots: int, max_rank: int) -> None:
+        """Makes room for a pool of so many slots and ranks; all slots are empty then, and the module is as it was."""
+        self.pairs.clear()
+        self._release()
+        self.table = None
+        if self.device.type == "cuda":
+            sizes = self.in_features, self.out_features, slots, max_rank
+            self.table = LinearTable(*sizes, self.dtype, self.device)
+
+    def unknown_ids(self) -> int:
+        """Counted by the experts of the model alone: a token passes many plain modules."""
+        return 0
+
     def put(self, slot: int, pair: LoraPair) -> None:
-        """Fills a slot."""
+        """Fills a slot with a pair of `lora.convert`."""
+        if self.table is not None:
+            self.table.write(slot, pair)
         self.pairs[slot, 0] = pair
         if self._detach is None:
             self._detach = self.attach()
 
     def drop(self, slot: int) -> None:
         """Empties a slot; with the last one the module is as it was."""
+        if self.table is not None:
+            self.table.write(slot, None)
         self.pairs.pop((slot, 0), None)
-        if not self.pairs and self._detach is not None:
+        if not self.pairs:
+            self._release()
+
+    def _release(self) -> None:
+        if self._detach is not None:
             self._detach()
             self._detach = None
 
@@ -76,24 +100,28 @@ class Linear:
         return self.module.register_forward_hook(hook).remove
 
     def fold(self, x: Tensor, y: Tensor) -> Tensor:
-        """The output with each row's adapter folded in: x [..., in_features], y [..., out_features]."""
-        return fold_eagerly(self, x, y)
+        """The output with each row's adapter folded in: x [..., in_features], y [..., out_features].
 
+        Raises:
+            InferenceOnlyError: on backward through the result.
+        """
+        ids = self.rows.ids_for(x.shape)
+        if ids is None:
+            return y
+        rows = y.reshape(-1, self.out_features)
+        inputs = x.reshape(-1, self.in_features).to(y.dtype)
+        folded = torch.ops.fanfold.fold_linear(inputs, rows, ids.to(y.device), self.number)
+        return cast("Tensor", folded).view_as(y)
 
-def _fold(site: Linear, x: Tensor, y: Tensor) -> Tensor:
-    ids = site.rows.ids_for(x.shape)
-    if ids is None:
-        return y
-    with torch.no_grad():
-        ids = ids.to(y.device)
-        out = y.detach().reshape(-1, site.out_features).clone()
-        experts = torch.zeros_like(ids)
-        lora_fold(out, x.detach().reshape(-1, site.in_features).to(out.dtype), site.pairs, ids, experts)
-    return without_backward(out.view_as(y), x, y)
+    def run_fold(self, x: Tensor, y: Tensor, adapter_ids: Tensor) -> Tensor:
+        """What torch.ops.fanfold.fold_linear calls: x [R, in_features], y [R, out_features], ids int32 [R]."""
+        out = y.clone()
+        if self.table is None:
+            lora_fold(out, x, self.pairs, adapter_ids, torch.zeros_like(adapter_ids))
+            return out
+        from fanfold.layers.implementations.folding import fold_rows
 
-
-# As with the experts: torch.compile calls it as it is, instead of compiling it anew for every list of adapters.
-fold_eagerly = cast("Callable[..., Tensor]", torch.compiler.disable(_fold))
+        return fold_rows(out, x, self.table.table, adapter_ids)
 
 
 class Router(Linear):

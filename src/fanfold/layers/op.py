@@ -1,7 +1,8 @@
 """A whole layer as one operation: it costs the host least, and a compiler has nothing to look into.
 
 torch.ops.fanfold.experts runs a `fanfold.Experts`, handed over by a number: its weights, adapters and configs are its
-own and no inputs of a graph. torch.ops.fanfold.packed_layer takes weights as they lie on disk.
+own and no inputs of a graph; fold_linear folds the adapters of a plain module in the same way.
+torch.ops.fanfold.packed_layer takes weights as they lie on disk.
 """
 
 from __future__ import annotations
@@ -29,15 +30,31 @@ class Layer(Protocol):
         ...
 
 
-_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+class LinearLayer(Protocol):
+    """A plain module with adapters."""
+
+    def run_fold(self, x: Tensor, y: Tensor, adapter_ids: Tensor, /) -> Tensor:
+        """The output with each row's change folded in, in memory of its own."""
+        ...
+
+
+_LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
-def number_of(layer: Layer) -> int:
+def number_of(layer: Layer | LinearLayer) -> int:
     """A new number for a layer, valid as long as the layer lives."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
     return number
+
+
+def _fold(x: Tensor, y: Tensor, adapter_ids: Tensor, layer: int) -> Tensor:
+    return _LAYERS[layer].run_fold(x, y, adapter_ids)
+
+
+def _fold_fake(x: Tensor, y: Tensor, adapter_ids: Tensor, layer: int) -> Tensor:
+    return y.new_empty(y.shape)
 
 
 def _run(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, layer: int) -> Tensor:
@@ -92,6 +109,7 @@ OPS = {
         _run,
         _fake,
     ),
+    "fold_linear": Op("(Tensor x, Tensor y, Tensor adapter_ids, int layer) -> Tensor", _fold, _fold, _fold_fake),
     "packed_layer": Op(
         "(Tensor hidden, Tensor topk_ids, Tensor topk_weights, str kind, float alpha, float limit, "
         f"{schema('gate_up_')}, {schema('down_')}) -> Tensor",

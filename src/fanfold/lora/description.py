@@ -9,6 +9,11 @@ from fanfold.lora.site import Pairs
 from fanfold.spec import LoraPair
 
 
+def pairs_of(pairs: Pairs) -> list[LoraPair]:
+    """The pairs of one site."""
+    return [pairs] if isinstance(pairs, LoraPair) else list(pairs.values())
+
+
 def described(pairs_of_sites: Mapping[str, Pairs]) -> dict[str, object]:
     """Ranks and scales (ascending), targets (how many pairs of each kind) and resident bytes of all pairs."""
     targets: Counter[str] = Counter()
@@ -20,10 +25,10 @@ def described(pairs_of_sites: Mapping[str, Pairs]) -> dict[str, object]:
         else:
             targets.update(projection for projection, _ in bound)
             pairs += bound.values()
-    tensors = {id(tensor): tensor for pair in pairs for tensor in (pair.a, pair.b)}  # gate and up share A
+    memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for pair in pairs for t in (pair.a, pair.b)}
     return {
         "ranks": sorted({pair.rank for pair in pairs}),
         "scales": sorted({pair.scale for pair in pairs}),
         "targets": {kind: targets[kind] for kind in ("gate", "up", "down", "linear")},
-        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "bytes": sum(memory.values()),
     }

@@ -9,26 +9,18 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from fanfold.errors import (
-    AdapterBusyError,
-    AdapterExistsError,
-    ArgumentError,
-    FanfoldError,
-    PoolFullError,
-    UnknownAdapterError,
-    of_file,
-)
-from fanfold.lora.adapter import read_adapter
-from fanfold.lora.bind import bind
-from fanfold.lora.convert import convert
+import torch
+
+from fanfold.errors import ArgumentError
+from fanfold.lora import refusals
 from fanfold.lora.description import described
+from fanfold.lora.naming import BASE, check_name, checked_names
+from fanfold.lora.prepare import prepare
 from fanfold.lora.rows import Rows
-from fanfold.lora.site import ExpertSite, Pairs, Site
-
-BASE = "base"
-"""The reserved name of no adapter."""
+from fanfold.lora.site import Pairs, Site
+from fanfold.spec.lora import MOST_RANK
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +40,17 @@ class AdapterPool:
         target: a model of fanfold.load_model or a fanfold.Experts. For a single expert layer, the parts of
             an adapter that belong elsewhere are left out.
         slots: adapters that fit at the same time.
+        max_rank: the largest rank of a pair, up to 512. On a GPU a limit above 32 costs a launch more a projection.
+        evict: make room by unloading the idle adapter that was used longest ago, where every slot is taken.
 
-    A new pool takes the place of the target's last one, whose adapters are gone.
+    A new pool takes the place of the target's last one, whose adapters are gone, and with it every CUDA graph that was
+    captured in a `using` block.
 
     Raises:
-        ArgumentError: `target` takes no adapters, or `slots` is less than 1.
+        ArgumentError: `target` takes no adapters, `slots` is less than 1, or `max_rank` outside [1, 512].
     """
 
-    def __init__(self, target: object, slots: int = 8) -> None:
+    def __init__(self, target: object, slots: int = 8, *, max_rank: int = 64, evict: bool = False) -> None:
         sites: object = getattr(target, "adapter_sites", None)
         rows: object = getattr(target, "adapter_rows", None)
         if not isinstance(sites, Mapping) or not isinstance(rows, Rows):
@@ -66,22 +61,23 @@ class AdapterPool:
                 next_step="Load the checkpoint with fanfold.load_model or fanfold.load_experts.",
             )
         if slots < 1:
-            raise ArgumentError(
-                "AdapterPool slots",
-                found=str(slots),
-                expected="a whole number >= 1",
-                next_step="Pass the number of adapters to hold at the same time.",
-            )
+            raise refusals.size("slots", slots, "a whole number >= 1", "number of adapters to hold at the same time")
+        if not 1 <= max_rank <= MOST_RANK:
+            raise refusals.size("max_rank", max_rank, f"1 to {MOST_RANK}", "largest rank of the adapters")
         self._sites = cast("Mapping[str, Site]", sites)
         self._rows = rows
         self._slots = slots
+        self._max_rank = max_rank
+        self._evict = evict
         self._entries: dict[str, _Entry] = {}
         self._users: Counter[str] = Counter()
+        self._uses: Counter[str] = Counter()
+        self._evictions = 0
         self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
         rows.holder = weakref.ref(self)
-        for site in self._sites.values():  # what a pool that had the place before has left there
-            for slot in range(slots):
-                site.drop(slot)
+        for site in self._sites.values():
+            site.reserve(slots, max_rank)
 
     def load(self, name: str, path: str | Path) -> int:
         """Loads an adapter under a new name.
@@ -98,23 +94,29 @@ class AdapterPool:
         Raises:
             ArgumentError: the name is empty or reserved.
             AdapterExistsError: the name is taken.
-            PoolFullError: every slot is taken.
+            PoolFullError: every slot is taken; with `evict`, by adapters in use.
+            DeviceMemoryError: the device has no room for it.
             FanfoldError: what read_adapter and bind raise.
         """
-        _check_name(name)
+        check_name(name)
         with self._lock:
-            self._free_slot(name)  # before the files are read
-        pairs = self._prepare(path)
+            self._check_free(name)  # before the files are read
+        pairs = prepare(path, self._sites, self._max_rank)
         with self._lock:
             entry = _Entry(self._free_slot(name), Path(path), pairs)
             self._fill(entry, None)
             self._entries[name] = entry
         return entry.slot
 
-    def replace(self, name: str, path: str | Path) -> int:
+    def replace(self, name: str, path: str | Path, *, wait: bool = False) -> int:
         """Puts another adapter in the place of a loaded one, under the same name and slot.
 
         A failed replacement leaves the old one in place.
+
+        Args:
+            name: of a loaded adapter.
+            path: a PEFT directory.
+            wait: until no `using` block runs with the old one, instead of refusing.
 
         Returns:
             The slot.
@@ -122,30 +124,34 @@ class AdapterPool:
         Raises:
             UnknownAdapterError: no adapter has that name.
             AdapterBusyError: it is in use.
+            DeviceMemoryError: the device has no room for it beside the old one.
             FanfoldError: what read_adapter and bind raise.
         """
         with self._lock:
-            self._idle_entry(name)
-        pairs = self._prepare(path)
+            self._idle_entry(name, wait)
+        pairs = prepare(path, self._sites, self._max_rank)
         with self._lock:
-            old = self._idle_entry(name)
+            old = self._idle_entry(name, wait)
+            self._settle()
             entry = _Entry(old.slot, Path(path), pairs)
             self._fill(entry, old)
             self._entries[name] = entry
         return entry.slot
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str, *, wait: bool = False) -> None:
         """Drops an adapter and frees its slot.
+
+        Args:
+            name: of a loaded adapter.
+            wait: until no `using` block runs with it, instead of refusing.
 
         Raises:
             UnknownAdapterError: no adapter has that name.
             AdapterBusyError: it is in use.
         """
         with self._lock:
-            entry = self._idle_entry(name)
-            for path in entry.pairs:
-                self._sites[path].drop(entry.slot)
-            del self._entries[name]
+            self._idle_entry(name, wait)
+            self._drop(name)
 
     def names(self) -> list[str]:
         """The loaded adapters, by slot."""
@@ -174,11 +180,14 @@ class AdapterPool:
             ArgumentError: `names` is not a list of names and None.
             UnknownAdapterError: no adapter has one of the names.
         """
-        used = _checked_names(names)
+        used = checked_names(names)
         taken = set(used) - {BASE}
         with self._lock:
             slots = [-1 if name == BASE else self._entry(name).slot for name in used]
             self._users.update(taken)
+            self._uses.update(taken)
+            for name in taken:  # in order of use, for eviction
+                self._entries[name] = self._entries.pop(name)
         outer = self._rows.slots
         self._rows.set(slots)
         try:
@@ -187,6 +196,7 @@ class AdapterPool:
             self._rows.set(outer)
             with self._lock:
                 self._users.subtract(taken)
+                self._released.notify_all()
 
     def info(self) -> list[dict[str, object]]:
         """The loaded adapters by slot, for people and for JSON.
@@ -201,15 +211,38 @@ class AdapterPool:
             for name, entry in entries
         ]
 
-    def _prepare(self, path: str | Path) -> dict[str, Pairs]:
-        # a single layer holds one part of a model, and of an adapter
-        sites = list(self._sites.values())
-        single_layer = len(sites) == 1 and isinstance(sites[0], ExpertSite)
-        try:
-            bound = bind(read_adapter(path), self._sites, partial=single_layer)
-            return {at: convert(pairs, self._sites[at]) for at, pairs in bound.items()}
-        except FanfoldError as error:
-            raise of_file(error, str(path)) from error
+    def stats(self) -> dict[str, Any]:
+        """Figures of the pool.
+
+        Returns:
+            `slots` and `used`; `bytes` of the pairs (ranks padded to 8); `uses` of each loaded adapter, one a `using`
+            block; `evictions`; `unknown_ids`, the tokens seen with an id that is no slot's (on a GPU; they ran as the
+            base). Reading the last waits for the device.
+        """
+        with self._lock:
+            entries = list(self._entries.values())
+            uses = {name: self._uses[name] for name in self._entries}
+            evictions = self._evictions
+        return {
+            "slots": self._slots,
+            "used": len(entries),
+            "bytes": sum(cast("int", described(entry.pairs)["bytes"]) for entry in entries),
+            "uses": uses,
+            "evictions": evictions,
+            "unknown_ids": sum(site.unknown_ids() for site in self._sites.values()),
+        }
+
+    def _settle(self) -> None:
+        """Waits until nothing that a GPU has been given reads pairs that are about to go."""
+        for device in {site.device for site in self._sites.values() if site.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+    def _drop(self, name: str) -> None:
+        self._settle()
+        entry = self._entries.pop(name)
+        for path in entry.pairs:
+            self._sites[path].drop(entry.slot)
+        del self._uses[name]
 
     def _fill(self, entry: _Entry, old: _Entry | None) -> None:
         before: Mapping[str, Pairs] = {} if old is None else old.pairs
@@ -227,74 +260,39 @@ class AdapterPool:
 
     def _check_holder(self) -> None:
         if self._rows.holder is None or self._rows.holder() is not self:
-            raise ArgumentError(
-                "AdapterPool",
-                found="a pool whose place another has taken",
-                expected="the last pool made for this model or layer",
-                next_step="Use that one, and load the adapters there.",
-            )
+            raise refusals.displaced()
 
-    def _free_slot(self, name: str) -> int:
+    def _check_free(self, name: str) -> None:
+        """Whether there is a slot for a new name, if need be by eviction."""
         self._check_holder()
         if name in self._entries:
-            raise AdapterExistsError(
-                f"adapter {name!r}",
-                found="an adapter of that name",
-                expected="a new name",
-                next_step="Use replace() to put another adapter in its place, or unload() it first.",
-            )
-        free = set(range(self._slots)) - {entry.slot for entry in self._entries.values()}
-        if not free:
-            raise PoolFullError(
-                f"adapter {name!r}",
-                found=f"all {self._slots} slots taken by {', '.join(self._entries)}",
-                expected="a free slot",
-                next_step="unload() one of them, or make the pool with more slots.",
-            )
-        return min(free)
+            raise refusals.exists(name)
+        if len(self._entries) == self._slots and not (self._evict and self._idle()):
+            raise refusals.full(name, self._slots, list(self._entries))
+
+    def _free_slot(self, name: str) -> int:
+        """The lowest free slot; makes one by eviction."""
+        self._check_free(name)
+        if len(self._entries) == self._slots:
+            self._drop(self._idle()[0])
+            self._evictions += 1
+        return min(set(range(self._slots)) - {entry.slot for entry in self._entries.values()})
+
+    def _idle(self) -> list[str]:
+        """Adapters that no `using` block runs with, used longest ago first."""
+        return [name for name in self._entries if self._users[name] == 0]
 
     def _entry(self, name: str) -> _Entry:
         self._check_holder()
         if name not in self._entries:
-            raise UnknownAdapterError(
-                f"adapter {name!r}",
-                found=f"loaded are {', '.join(self._entries) or 'none'}",
-                expected="the name of a loaded adapter",
-                next_step="load() it first.",
-            )
+            raise refusals.unknown(name, list(self._entries))
         return self._entries[name]
 
-    def _idle_entry(self, name: str) -> _Entry:
+    def _idle_entry(self, name: str, wait: bool) -> _Entry:
         entry = self._entry(name)
+        while wait and self._users[name] > 0:
+            self._released.wait()
+            entry = self._entry(name)
         if self._users[name] > 0:
-            raise AdapterBusyError(
-                f"adapter {name!r}",
-                found="a using block that runs with it",
-                expected="an adapter that no row uses",
-                next_step="Leave the block first, or load the new one under another name.",
-            )
+            raise refusals.busy(name)
         return entry
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or name == BASE:
-        raise ArgumentError(
-            "adapter name",
-            found=repr(name),
-            expected=f"a text that is not empty and not {BASE!r}, which means no adapter",
-            next_step="Choose another name.",
-        )
-
-
-def _checked_names(names: object) -> list[str]:
-    is_list = isinstance(names, Sequence) and not isinstance(names, str)
-    entries = [BASE if entry is None else entry for entry in cast("Sequence[object]", names if is_list else [])]
-    checked = [entry for entry in entries if isinstance(entry, str)]
-    if not is_list or len(checked) != len(entries):
-        raise ArgumentError(
-            "using names",
-            found=repr(cast("object", names)),
-            expected="a list with a name or None for each row",
-            next_step="Pass [name] for a batch of one row.",
-        )
-    return checked

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError
 
-
 CAPACITY = 65536
 """Most entries of a list."""
 

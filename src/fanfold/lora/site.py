@@ -26,7 +26,7 @@ class Site(Protocol):
     """What every site offers.
 
     `put` replaces all that the slot held here; `drop` empties the slot, and does nothing for an empty one.
-    Pairs arrive contiguous, in the site's dtype and on its device; the site may keep them.
+    Pairs arrive as `convert` makes them, in the site's dtype and on its device; the site may keep them.
     """
 
     @property
@@ -42,6 +42,14 @@ class Site(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the activations."""
+        ...
+
+    def reserve(self, slots: int, max_rank: int, /) -> None:
+        """Makes room for a pool of so many slots and ranks; all slots are empty then."""
+        ...
+
+    def unknown_ids(self) -> int:
+        """Tokens seen with an adapter id that is no slot's, since `reserve`."""
         ...
 
     def put(self, slot: int, pairs: Any, /) -> None:

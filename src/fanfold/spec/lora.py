@@ -8,6 +8,16 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError
 
+RANK_ALIGN = 8
+"""Elements that a stored rank is padded to: 16 bytes of a 16-bit dtype."""
+MOST_RANK = 512
+"""The largest rank of a pair."""
+
+
+def padded_rank(rank: int) -> int:
+    """The stored rank: rounded up to a multiple of RANK_ALIGN."""
+    return -(-rank // RANK_ALIGN) * RANK_ALIGN
+
 
 @dataclass(frozen=True, eq=False)
 class LoraPair:

@@ -44,8 +44,8 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
 
 
 def test_experts_and_lists_are_one_graph(tmp_path: Path) -> None:
-    """Adapters of experts alone: nothing breaks the graph, and lists of one length share it."""
-    model, theirs = with_peft("qwen3_moe", tmp_path, None, TARGETS[1:], num_hidden_layers=1)
+    """Adapters of experts and attention: nothing breaks the graph, and lists of one length share it."""
+    model, theirs = with_peft("qwen3_moe", tmp_path, ["q_proj", "o_proj"], TARGETS[1:], num_hidden_layers=1)
     torch._dynamo.reset()
     counters: dict[str, Any] = torch._dynamo.utils.counters
     counters.clear()

@@ -66,7 +66,7 @@ def _known_functions() -> dict[str, Activation]:
     """Classes of transformers' activation functions, each tried on a few numbers."""
     found: dict[str, Activation] = {}
     for name in ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2"):
-        function = ACT2FN[name]
+        function = cast("Any", ACT2FN)[name]
         kind = kind_of(function)
         if kind is not None:
             found[type(function).__qualname__] = Activation(kind)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fanfold.errors import ArgumentError
+from fanfold.spec.lora import MOST_RANK as MOST_RANK
+from fanfold.spec.lora import RANK_ALIGN as RANK_ALIGN
+from fanfold.spec.lora import padded_rank as padded_rank
 
-RANK_ALIGN = 8
-"""Elements that a stored rank is padded to: 16 bytes of a 16-bit type."""
-MOST_RANK = 512
-"""The largest rank of a pair."""
-ROW_TILES = (8, 16, 32)
+ROW_TILES = (8, 16)
 """Rows of a tile: what the kernels are made for. A row's bits are the same in each."""
+FEW_ROWS = 512
+"""Rows of a batch up to which single rows (AdapterRows) are faster than a plan; measured with 4 adapters of rank 16."""
 RANK_TILE = 32
 """Most columns of the rank that a program holds; up to here shrink and expand are one launch."""
-
-
-def padded_rank(rank: int) -> int:
-    """The stored rank: rounded up to a multiple of 8."""
-    return -(-rank // RANK_ALIGN) * RANK_ALIGN
 
 
 def row_to_token(row: int, top_k: int) -> int:

@@ -5,12 +5,30 @@ Each holds the layer's weights in its own form and runs a call from plan to weig
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from fanfold.spec.activation import Activation
+from fanfold.spec.adapters import AdapterTable
 from fanfold.spec.weights import ExpertWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Adapters:
+    """The adapters of a call.
+
+    Attributes:
+        gate_up, down: tables of the layer.
+        ids: int32 [T], adapter slot of each token; < 0, and what is no slot's, is the base.
+        unknown: int32 [1], counts tokens whose id is no slot's.
+    """
+
+    gate_up: AdapterTable
+    down: AdapterTable
+    ids: Tensor
+    unknown: Tensor
 
 
 class Implementation(Protocol):
@@ -26,7 +44,12 @@ class Implementation(Protocol):
         """Resident bytes of the weights."""
         ...
 
-    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    @property
+    def hidden_order(self) -> Tensor | None:
+        """int32 [E, I], where h's columns lie in another order: column j is output `hidden_order[e, j]` of gate_up."""
+        ...
+
+    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapters: Adapters | None) -> Tensor:
         """The layer: hidden [T, H], ids and weights [T, k] -> [T, H] in hidden's dtype; arguments have been checked."""
         ...
 

@@ -12,6 +12,8 @@ from fanfold.kernels.grouped.act_order import sort_by_group
 from fanfold.kernels.grouped.configs import config_for, pinned_config
 from fanfold.kernels.grouped.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.rows import gather_down, gather_gate_up
+from fanfold.layers.implementations import Adapters
+from fanfold.layers.implementations.folding import products
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.launch import LaunchConfig
@@ -27,6 +29,8 @@ class Grouped:
         batch_invariant: one config for any number of rows.
         gate_up_order, down_order: int32 [E, K] of weights that `sort_by_group` made.
     """
+
+    hidden_order = None
 
     def __init__(
         self,
@@ -61,22 +65,40 @@ class Grouped:
         orders = [order.nbytes for order in (self.gate_up_order, self.down_order) if order is not None]
         return self.weights.nbytes + sum(orders)
 
-    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapters: Adapters | None = None) -> Tensor:
         """See Implementation."""
-        gate_up, down = self.weights.gate_up, self.weights.down
-        experts, (tokens, top_k) = gate_up.num_experts, topk_ids.shape
-        first = self._config(gate_up, hidden.dtype, tokens * top_k, fused=True)
-        second = self._config(down, hidden.dtype, tokens * top_k, fused=False)
+        weights, orders = self.weights, (self.gate_up_order, self.down_order)
+        experts, (tokens, top_k) = weights.shape.num_experts, topk_ids.shape
+        topk_ids = topk_ids.contiguous()
+        first = self._config(weights.gate_up, hidden.dtype, tokens * top_k, fused=adapters is None)
+        second = self._config(weights.down, hidden.dtype, tokens * top_k, fused=False)
         with torch.cuda.device_of(hidden):
             if tokens == 1:
-                ids = topk_ids.contiguous()
-                h = gather_gate_up(hidden, gate_up, ids, first, self.activation, self.gate_up_order)
-                y2 = gather_down(h, down, ids, second, permutation=self.down_order)
+                y2 = products(
+                    hidden,
+                    topk_ids,
+                    None,
+                    self.activation,
+                    adapters,
+                    lambda activation: gather_gate_up(
+                        hidden, weights.gate_up, topk_ids, first, activation, permutation=orders[0]
+                    ),
+                    lambda h: gather_down(h, weights.down, topk_ids, second, permutation=orders[1]),
+                )
             else:
                 route, work = plan_sort(topk_ids, experts, first.block_t)
                 rows = route.sorted_rows
-                h = grouped_gate_up(hidden, gate_up, work, rows, top_k, first, self.activation, self.gate_up_order)
-                y2 = grouped_down(h, down, work, rows, second, scatter=True, permutation=self.down_order)
+                y2 = products(
+                    hidden,
+                    topk_ids,
+                    route,
+                    self.activation,
+                    adapters,
+                    lambda activation: grouped_gate_up(
+                        hidden, weights.gate_up, work, rows, top_k, first, activation, permutation=orders[0]
+                    ),
+                    lambda h: grouped_down(h, weights.down, work, rows, second, scatter=True, permutation=orders[1]),
+                )
             return combine(y2, topk_ids, topk_weights, experts)
 
     def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:

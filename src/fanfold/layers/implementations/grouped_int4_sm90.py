@@ -10,6 +10,8 @@ from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
 from fanfold.kernels.grouped.sm90.items import single_items, tiled_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
+from fanfold.layers.implementations import Adapters
+from fanfold.layers.implementations.folding import products
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.weights import ExpertWeights
@@ -39,18 +41,36 @@ class GroupedInt4Sm90:
         """Resident bytes of the weights."""
         return self.gate_up.nbytes + self.down.nbytes
 
-    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    @property
+    def hidden_order(self) -> Tensor | None:
+        """See Implementation."""
+        return self.gate_up.hidden_order
+
+    def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapters: Adapters | None) -> Tensor:
         """See Implementation."""
         tokens, top_k = topk_ids.shape
         experts = self.down.num_experts
-        pick = pinned_config if self.batch_invariant else config_for
-        first, second, chained = pick(self.gate_up, self.down, tokens, top_k)
-        hidden = hidden.contiguous()
+        # The fold needs sums of all of K. What runs between the products is not chained, so they are not either.
+        sizes = self.gate_up, self.down, tokens, top_k
+        picked = pinned_config(*sizes) if self.batch_invariant else config_for(*sizes, split=adapters is None)
+        first, second, chained = picked
+        chained = chained and adapters is None
+        hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
         with torch.cuda.device_of(hidden):
             if tokens == 1:
-                work = single_items(topk_ids, experts)
+                route, work = None, single_items(topk_ids, experts)
             else:
-                work = tiled_items(*plan_sort(topk_ids, experts, first.block_t))
-            h = grouped_gate_up(hidden, self.gate_up, work, top_k, first, self.activation, chained)
-            y2 = grouped_down(h, self.down, work, second, chained)
+                route, tiles = plan_sort(topk_ids, experts, first.block_t)
+                work = tiled_items(route, tiles)
+            y2 = products(
+                hidden,
+                topk_ids,
+                route,
+                self.activation,
+                adapters,
+                lambda activation: grouped_gate_up(
+                    hidden, self.gate_up, work, top_k, first, activation, chained=chained
+                ),
+                lambda h: grouped_down(h, self.down, work, second, chained=chained),
+            )
             return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)

@@ -16,11 +16,15 @@ from fanfold.spec.weight_format import WeightFormat
 
 Sizes = tuple[WeightFormat, int, int]  # format, padded rows, padded K
 LARGEST_BLOCK_K = 128
-"""Where scales are applied to weights; those of more inputs fill the registers."""
+"""Where scales move from the sum to the weights: they need more registers there."""
+MOST_SCALES = 4
+"""Scales (of all slabs) a stage that a thread holds for a row, where they are on the sum; more spill."""
+FAMILIES = {"int4": ("int4",), "nvfp4": ("nvfp4", "mxfp4"), "mxfp4": ("mxfp4", "nvfp4")}
+"""Formats whose rows of the table are taken, by preference."""
 
 
 def config_for(
-    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int
+    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int, split: bool = True
 ) -> tuple[Sm90Config, Sm90Config, bool]:
     """Configs of both products of a layer, and whether to chain their launches.
 
@@ -32,11 +36,12 @@ def config_for(
         down: the second.
         tokens: T.
         top_k: k.
+        split: whether programs may share K of down, whose sums are then added by the weighted sum.
 
     Returns:
         gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
     """
-    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, False)
+    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, split, False)
 
 
 def pinned_config(
@@ -47,7 +52,7 @@ def pinned_config(
     Sums run over K in one order whatever the tile, so tiles may follow the number of rows. What is pinned is where the
     scale is applied (to the weights) and that K is not split; no table can change that.
     """
-    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, True)
+    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, False, True)
 
 
 def fit(config: Sm90Config, sizes: Sizes, gate_up: bool) -> Sm90Config:
@@ -56,34 +61,35 @@ def fit(config: Sm90Config, sizes: Sizes, gate_up: bool) -> Sm90Config:
     Raises:
         UnavailableError: there is none (never for weights that `prepare` accepts).
     """
-    for candidate in _near(config, on_sum=config.scale_on_sum and sizes[0].kind not in FP4_GROUPS):
-        if not misfits(candidate, *sizes, gate_up):
+    fmt = sizes[0]
+    starts = [config, _on_weights(config)] if fmt.kind not in FP4_GROUPS else [_on_weights(config)]
+    for candidate in (near for start in starts for near in _near(start)):
+        scales = candidate.block_k // fmt.group_size * candidate.slabs
+        if (not candidate.scale_on_sum or scales <= MOST_SCALES) and not misfits(candidate, *sizes, gate_up):
             return candidate
     raise UnavailableError(
         "Hopper product",
-        found=f"{sizes[0]} [{sizes[1]}, {sizes[2]}]",
+        found=f"{fmt} [{sizes[1]}, {sizes[2]}]",
         expected="rows and K in multiples of 128",
         next_step="Pass what `prepare` made.",
     )
 
 
-def _near(config: Sm90Config, on_sum: bool) -> Iterator[Sm90Config]:
-    """Changes of a config, the least first."""
-    for scale_on_sum in (True, False) if on_sum else (False,):
-        stages = config.stages if scale_on_sum else max(3, config.stages)
-        largest = config.block_k if scale_on_sum else min(config.block_k, LARGEST_BLOCK_K)
+def _on_weights(config: Sm90Config) -> Sm90Config:
+    """The config with scales on the weights."""
+    if not config.scale_on_sum:
+        return config
+    block_k = min(config.block_k, LARGEST_BLOCK_K)
+    return replace(config, scale_on_sum=False, block_k=block_k, stages=max(3, config.stages))
+
+
+def _near(config: Sm90Config) -> Iterator[Sm90Config]:
+    """The config and changes of it, the least harmful first: shorter stages, fewer rows, fewer parts, stages of 64."""
+    for sizes in (BLOCK_K[:-1], BLOCK_K[-1:]):
         for parts in range(config.parts, 0, -1):
-            for block_k in (size for size in BLOCK_K if size <= largest):
-                for warpgroups, slabs in _fewer_rows(config.warpgroups, config.slabs):
-                    yield replace(
-                        config,
-                        warpgroups=warpgroups,
-                        slabs=slabs,
-                        block_k=block_k,
-                        stages=stages,
-                        scale_on_sum=scale_on_sum,
-                        parts=parts,
-                    )
+            for warpgroups, slabs in _fewer_rows(config.warpgroups, config.slabs):
+                for block_k in (size for size in sizes if size <= config.block_k):
+                    yield replace(config, warpgroups=warpgroups, slabs=slabs, block_k=block_k, parts=parts)
 
 
 def _fewer_rows(warpgroups: int, slabs: int) -> list[tuple[int, int]]:
@@ -99,29 +105,37 @@ def _sizes(gate_up: FragmentWeights, down: FragmentWeights) -> tuple[Sizes, Size
 
 @cache
 def _configs(
-    gate_up: Sizes, down: Sizes, hidden: int, intermediate: int, experts: int, tokens: int, top_k: int, pinned: bool
+    gate_up: Sizes,
+    down: Sizes,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    tokens: int,
+    top_k: int,
+    split: bool,
+    pinned: bool,
 ) -> tuple[Sm90Config, Sm90Config, bool]:
     family = gate_up[0].kind if gate_up[0].kind in FP4_GROUPS else "int4"
     row = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens))
     first, second = row.gate_up, row.down
+    if not split:
+        second = replace(second, parts=1)
     if pinned:
-        first, second = (
-            replace(config, scale_on_sum=False, parts=1, stages=max(3, config.stages)) for config in (first, second)
-        )
+        first, second = _on_weights(first), _on_weights(second)
     return fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False), row.chained
 
 
 def _nearest(family: str, layer: tuple[int, int, int, int], tokens: int) -> TunedLayer:
-    """The row of the table to start from; rows of the format's family come first, then rows of the very layer."""
-    table = _table()
-    rows = [row for row in table if row.format == family] or [row for row in table if row.format == "int4"]
+    """The row of the table to start from: of the very layer, else with the nearest number of rows an expert."""
+    rows = [row for row in _table() if row.format in FAMILIES[family]]
     experts, top_k, hidden, intermediate = layer
     same = [row for row in rows if (row.experts, row.top_k, row.hidden, row.intermediate) == layer]
     wanted = tokens * top_k / max(1, experts)
 
-    def distance(row: TunedLayer) -> tuple[float, float]:
+    def distance(row: TunedLayer) -> tuple[float, bool, float]:
         found = row.tokens * row.top_k / row.experts
-        return abs(log(found / wanted)), abs(log(row.hidden * row.intermediate / (hidden * intermediate)))
+        size = row.hidden * row.intermediate / (hidden * intermediate)
+        return abs(log(found / wanted)), row.format != family, abs(log(size))
 
     return min(same or rows, key=distance)
 

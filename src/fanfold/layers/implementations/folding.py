@@ -1,0 +1,70 @@
+"""Both products of a layer, with the adapters of the batch between them where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fanfold.kernels.lora.launch import fold_down, fold_gate_up
+from fanfold.kernels.lora.operands import Source
+from fanfold.kernels.lora.plan import order_rows
+from fanfold.kernels.lora.sizes import row_tile
+from fanfold.layers.implementations import Adapters
+from fanfold.routing.plan import plan_sort
+from fanfold.spec.activation import Activation
+from fanfold.spec.adapters import AdapterRows, AdapterTable
+from fanfold.spec.route import Route
+
+FEW_ROWS = 128
+"""Up to here rows are folded one by one: a plan costs more than reading pairs again from the L2 cache."""
+
+
+def products(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    route: Route | None,
+    activation: Activation,
+    adapters: Adapters | None,
+    gate_up: Callable[[Activation | None], Tensor],
+    down: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """From hidden states to y2, by row.
+
+    Args:
+        hidden: [T, H].
+        topk_ids: [T, k], contiguous.
+        route: the plan; None where positions are rows.
+        activation: between the products.
+        adapters: of the call; None for none.
+        gate_up: the first product, at sorted positions: h behind an activation, y1 behind None.
+        down: the second: h -> y2 by row, rounded.
+    """
+    if adapters is None:
+        return down(gate_up(activation))
+    source = source_of(adapters, topk_ids, route)
+    h = fold_gate_up(gate_up(None), hidden, adapters.gate_up, source, activation, unknown=adapters.unknown)
+    return fold_down(down(h), h, adapters.down, source, scatter=route is not None)
+
+
+def fold_rows(y: Tensor, x: Tensor, table: AdapterTable, adapter_ids: Tensor) -> Tensor:
+    """The adapters of a plain module, in place: y [R, N], x [R, K], ids int32 [R]."""
+    alike = torch.zeros_like(adapter_ids)
+    if len(y) <= FEW_ROWS:
+        return fold_down(y, x.contiguous(), table, AdapterRows(alike, adapter_ids.contiguous(), 1))
+    with torch.cuda.device_of(y):
+        route, _ = plan_sort(alike[:, None], 1, 64)
+        source = order_rows(route, adapter_ids.contiguous(), table.slots, row_tile(len(y), 1, table.slots))
+    return fold_down(y, x.contiguous(), table, source)
+
+
+def source_of(adapters: Adapters, topk_ids: Tensor, route: Route | None) -> Source:
+    """The batch's rows as the fold reads them; with a plan of their own where they are many."""
+    rows, top_k = topk_ids.numel(), topk_ids.shape[1]
+    if route is None or rows <= FEW_ROWS:
+        ordered = None if route is None else route.sorted_rows
+        return AdapterRows(topk_ids.flatten(), adapters.ids, top_k, ordered)
+    slots = adapters.gate_up.slots
+    tile = row_tile(rows, route.num_experts, slots)
+    return order_rows(route, adapters.ids, slots, tile, unknown=adapters.unknown)

@@ -1,0 +1,83 @@
+"""Device tables of a site's pairs: addresses that captured graphs read, rewritten in place as adapters come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fanfold.kernels.lora.table import Entry, new_table, pack_entries, write_slot
+from fanfold.lora.adapter import Projection
+from fanfold.lora.site import ExpertPairs
+from fanfold.spec.adapters import AdapterTable
+from fanfold.spec.lora import LoraPair, padded_rank
+from fanfold.spec.shape import ExpertShape
+
+
+class ExpertTables:
+    """The tables of one expert layer. Pairs are those of `lora.convert`; who puts them keeps them alive.
+
+    Attributes:
+        gate_up: of gate and up (up alone without a gate).
+        down: of down.
+        unknown: int32 [1], tokens seen with an id that is no slot's.
+    """
+
+    def __init__(self, shape: ExpertShape, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
+        self.gate_up = new_table(
+            shape.halves, slots, experts, k=hidden, n=intermediate, max_rank=max_rank, dtype=dtype, device=device
+        )
+        self.down = new_table(
+            1, slots, experts, k=intermediate, n=hidden, max_rank=max_rank, dtype=dtype, device=device
+        )
+        self.unknown = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def write(self, slot: int, pairs: ExpertPairs) -> None:
+        """Replaces all entries of a slot, on the current stream; no pairs empty it."""
+        halves = ("gate", "up") if self.gate_up.projections == 2 else ("up",)
+        for number, name in enumerate(halves):
+            _write(self.gate_up, number, slot, {expert: pair for (p, expert), pair in pairs.items() if p == name})
+        _write(self.down, 0, slot, {expert: pair for (p, expert), pair in pairs.items() if p == "down"})
+
+
+class LinearTable:
+    """The table of a plain module: one projection, one expert."""
+
+    def __init__(
+        self, inputs: int, outputs: int, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.table = new_table(1, slots, 1, k=inputs, n=outputs, max_rank=max_rank, dtype=dtype, device=device)
+        self.unknown = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def write(self, slot: int, pair: LoraPair | None) -> None:
+        """Replaces a slot's pair; None empties it."""
+        _write(self.table, 0, slot, {} if pair is None else {0: pair})
+
+
+def _write(table: AdapterTable, projection: int, slot: int, pairs: Mapping[int, LoraPair]) -> None:
+    entries = [Entry(e, pair.a.data_ptr(), pair.b.data_ptr(), pair.scale, pair.rank) for e, pair in pairs.items()]
+    write_slot(table, projection, slot, pack_entries(entries))
+
+
+def reordered(pairs: ExpertPairs, hidden_order: Tensor) -> ExpertPairs:
+    """Pairs for gate_up whose outputs lie in another order, and down whose inputs do.
+
+    Args:
+        pairs: of `lora.convert`.
+        hidden_order: int32 [E, I], column j of h is output `hidden_order[e, j]` of gate and up.
+
+    Returns:
+        Pairs of the same ranks and padding, in memory of their own.
+    """
+    made: dict[tuple[Projection, int], LoraPair] = {}
+    for (projection, expert), pair in pairs.items():
+        order, rank = hidden_order[expert].long(), padded_rank(pair.rank)
+        a, b = pair.a, pair.b
+        if projection == "down":
+            a = a.as_strided((rank, a.shape[1]), a.stride())[:, order][: pair.rank]
+        else:
+            b = b.as_strided((b.shape[0], rank), b.stride())[order][:, : pair.rank]
+        made[projection, expert] = LoraPair(a, b, pair.scale)
+    return made
