@@ -40,3 +40,10 @@ class NanExperts(Experts):
         out = super().forward(*arguments, **options).clone()
         out[-1, -1] = torch.nan
         return out
+
+
+class BaseExperts(Experts):
+    """All tokens as if they had no adapter."""
+
+    def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, *_: Any) -> Tensor:
+        return super().forward(hidden, topk_ids, topk_weights)

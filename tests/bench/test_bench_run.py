@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken import ScaledExperts
+from broken import BaseExperts, ScaledExperts
 
 from fanfold.bench import run, timing
+from fanfold.bench.batches import Routing
+from fanfold.bench.cell import Cell, Settings
 from fanfold.bench.jobs import LAYERS, layer_shape, weight_formats
-from fanfold.bench.run import Cell, Settings, bench
+from fanfold.bench.run import bench
 from fanfold.errors import ArgumentError
 
 README = Path(__file__).parents[2] / "benchmarks" / "README.md"
@@ -49,6 +51,10 @@ def test_one_row() -> None:
         "routing": "uniform",
         "dtype": "bfloat16",
         "seed": 0,
+        "adapters": 0,
+        "rank": None,
+        "popularity": None,
+        "adapter_bytes": 0,
         "device": "cpu",
         "implementation": "reference",
         "timing": "calls",
@@ -86,12 +92,37 @@ def test_order_and_progress() -> None:
 
 
 @pytest.mark.parametrize("routing", ["uniform", "balanced", "power"])
-def test_routings(routing: run.Routing) -> None:
+def test_routings(routing: Routing) -> None:
     (cell,) = cells(tokens=[16], settings=Settings(CPU, routing))
     assert cell.row()["routing"] == routing
     assert cell.times is not None
     if routing == "balanced":
         assert cell.experts_met == 8
+
+
+def test_adapters() -> None:
+    """Three pairs of an expert, of rank 4 stored as 8: 6 * (H + I) * 8 bytes each."""
+    (cell,) = cells(tokens=[6], settings=Settings(CPU, adapters=2, rank=4, popularity="identical"))
+    row = cell.row()
+    assert (row["adapters"], row["rank"], row["popularity"]) == (2, 4, "identical")
+    assert cell.experts_met is not None  # all tokens have one adapter: a pair an expert
+    assert cell.adapter_bytes == pytest.approx(cell.experts_met * 6 * (H + I) * 8)
+    assert cell.flops == 6 * 2 * (2 * 3 * H * I + 2 * 3 * (H + I) * 4)
+    assert row["gigabytes_per_second"] == pytest.approx(
+        (row["weight_bytes"] + row["adapter_bytes"]) / row["median_us"] * 1e-3
+    )
+    (without,) = cells(tokens=[6])
+    assert cell.check is not None
+    assert without.check is not None
+    assert cell.check.error != without.check.error
+
+
+def test_a_layer_that_leaves_out_adapters_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Experts", BaseExperts)
+    (cell,) = cells(tokens=[6], settings=Settings(CPU, adapters=2, rank=4))
+    assert cell.times is None
+    assert cell.refused is not None
+    assert "relative error" in cell.refused
 
 
 def test_what_is_wrong_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,5 +201,7 @@ def test_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (cell.copies, cell.calls) == (16, 16)
         assert cell.times is not None
         assert 1 < cell.times.median_us < 1e4
+    with_adapters = Settings(torch.device("cuda", 0), adapters=3, rank=12)
+    assert [cell.refused for cell in cells([name], [1, 64], ["16,4,1024,512"], with_adapters)] == [None, None]
     monkeypatch.setattr(run, "Experts", ScaledExperts)
     assert all(cell.times is None for cell in cells([name], [64], ["16,4,1024,512"], settings))

@@ -48,6 +48,16 @@ def test_table() -> None:
     assert (lines[5][0], lines[7][0]) == ("5", "5")
 
 
+def test_adapters() -> None:
+    options = ["--tokens", "5", "--adapters", "3", "--rank", "4", "--popularity", "distinct"]
+    result = call(*TINY, *options)
+    assert result.exit_code == 0
+    assert "uniform routing, 3 adapters of rank 4 (distinct), medians of calls" in result.stdout
+    (row,) = json.loads(call(*TINY, *options, "--json").stdout)
+    assert (row["adapters"], row["rank"], row["popularity"]) == (3, 4, "distinct")
+    assert call(*TINY, "--adapters", "1", "--rank", "513").exit_code == 2
+
+
 def test_json_and_lines_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     results = [call(*TINY, "--tokens", tokens, "--json", "--out", str(file)) for tokens in ("1,2", "3")]
@@ -108,6 +118,7 @@ def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     row = {
         "gpu": "NVIDIA H200",
         "dtype": "bfloat16",
+        "adapters": 0,
         "routing": "uniform",
         "timing": "graph replays",
         "device": "cuda",

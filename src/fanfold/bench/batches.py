@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fanfold.bench.jobs import LayerShape
+from fanfold.bench.seeds import generator_of
 
 Routing = Literal["uniform", "balanced", "power"]
 ROUTINGS: tuple[Routing, ...] = ("uniform", "balanced", "power")
@@ -22,15 +23,18 @@ class Batch:
         hidden: [T, H].
         topk_ids: int32 [T, k].
         topk_weights: fp32 [T, k], summing to 1 a token.
+        adapter_ids: int32 [T], or None for the base.
     """
 
     hidden: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    adapter_ids: Tensor | None = None
 
     def __getitem__(self, tokens: Tensor) -> Batch:
         """Some of the tokens."""
-        return Batch(self.hidden[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
+        ids = None if self.adapter_ids is None else self.adapter_ids[tokens]
+        return Batch(self.hidden[tokens], self.topk_ids[tokens], self.topk_weights[tokens], ids)
 
 
 def experts_met(batch: Batch) -> Tensor:
@@ -38,14 +42,28 @@ def experts_met(batch: Batch) -> Tensor:
     return cast("Tensor", torch.unique(batch.topk_ids, sorted=True))
 
 
+def pairs_met(batch: Batch) -> int:
+    """How many (adapter, expert) a batch meets."""
+    if batch.adapter_ids is None:
+        return 0
+    return len(cast("Tensor", torch.unique((batch.adapter_ids[:, None].long() << 32) | batch.topk_ids)))
+
+
 def random_batch(
-    shape: LayerShape, tokens: int, routing: Routing, dtype: torch.dtype, device: torch.device, seed: int
+    shape: LayerShape,
+    tokens: int,
+    routing: Routing,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    adapter_ids: Tensor | None = None,
 ) -> Batch:
     """Normal hidden states and a routing; the routing of a seed is the same on every device."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = generator_of("hidden", seed, device)
     hidden = torch.randn(tokens, shape.experts.hidden, generator=generator, device=device).to(dtype)
     ids, weights = random_routing(routing, tokens, shape.experts.num_experts, shape.top_k, seed)
-    return Batch(hidden, ids.to(device), weights.to(device))
+    adapters = None if adapter_ids is None else adapter_ids.to(device)
+    return Batch(hidden, ids.to(device), weights.to(device), adapters)
 
 
 def random_routing(routing: Routing, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +75,7 @@ def random_routing(routing: Routing, tokens: int, experts: int, top_k: int, seed
     Returns:
         int32 [T, k] and fp32 [T, k] on the CPU.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of("routing", seed)
     order = torch.randperm(experts, generator=generator)
     if routing == "balanced":
         turns = order[torch.arange(tokens * top_k) % experts].view(tokens, top_k)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from fanfold.bench.batches import Batch, experts_met
 from fanfold.formats.codec import dequantize_expert
 from fanfold.layers.experts import Experts
-from fanfold.reference import layer
+from fanfold.layers.reference import LayerPairs, layer
 from fanfold.spec.activation import Activation
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
@@ -57,21 +57,22 @@ class Check:
         return "; ".join(found) or None
 
 
-def check(experts: Experts, weights: ExpertWeights, batch: Batch) -> Check:
+def check(experts: Experts, weights: ExpertWeights, batch: Batch, pairs: LayerPairs | None = None) -> Check:
     """Runs the layer on a batch and compares some of its tokens.
 
     Args:
         experts: the layer.
         weights: what it was made of.
         batch: hidden in bf16 or fp16.
+        pairs: those of its adapters.
     """
     tokens = len(batch.hidden)
     places = torch.linspace(0, tokens - 1, min(tokens, TOKENS), device=batch.hidden.device).round().long()
     part = batch[places]
-    exact = _evaluate(Batch(part.hidden.float(), part.topk_ids, part.topk_weights), weights, experts.activation)
-    plain = _evaluate(*_rounded(part, weights), experts.activation)
+    exact = _evaluate(replace(part, hidden=part.hidden.float()), weights, pairs or {}, experts.activation)
+    plain = _evaluate(*_rounded(part, weights, pairs or {}), experts.activation)
     _dirty_memory(batch.hidden.device)
-    found = experts(batch.hidden, batch.topk_ids, batch.topk_weights)[places].double()
+    found = experts(batch.hidden, batch.topk_ids, batch.topk_weights, batch.adapter_ids)[places].double()
 
     (error, largest), (plain_error, plain_largest) = _off(found, exact), _off(plain, exact)
     return Check(error, plain_error, abs(_norm(found) / _norm(exact) - 1), largest, plain_largest)
@@ -87,28 +88,34 @@ def _norm(values: Tensor) -> float:
     return float(values.square().sum().sqrt())
 
 
-def _evaluate(batch: Batch, weights: ExpertWeights, activation: Activation) -> Tensor:
-    return layer(batch.hidden, batch.topk_ids, batch.topk_weights, weights, activation).double()
+def _evaluate(batch: Batch, weights: ExpertWeights, pairs: LayerPairs, activation: Activation) -> Tensor:
+    ids = batch.topk_ids, batch.topk_weights
+    return layer(batch.hidden, *ids, weights, activation, pairs, batch.adapter_ids).double()
 
 
-def _rounded(batch: Batch, weights: ExpertWeights) -> tuple[Batch, ExpertWeights]:
-    """The experts that the batch meets, rounded to hidden's dtype, and the batch with their new numbers."""
+def _rounded(batch: Batch, weights: ExpertWeights, pairs: LayerPairs) -> tuple[Batch, ExpertWeights, LayerPairs]:
+    """The experts that the batch meets, rounded to hidden's dtype; the batch and their pairs with their new numbers."""
     met = experts_met(batch)
     ids = torch.searchsorted(met, batch.topk_ids).int()
+    places = {int(expert): place for place, expert in enumerate(met)}
     dtype = batch.hidden.dtype
     fmt = WeightFormat.parse("fp16" if dtype == torch.float16 else "bf16")
 
     def dense(projection: ProjectionWeights) -> ProjectionWeights:
         size = (len(met), projection.halves, projection.n, projection.k)
         weight = torch.empty(size, dtype=dtype, device=batch.hidden.device)
-        for place, expert in enumerate(met):
+        for expert, place in places.items():
             for half in range(projection.halves):
-                weight[place, half] = dequantize_expert(projection, int(expert), half)
+                weight[place, half] = dequantize_expert(projection, expert, half)
         bias = None if projection.bias is None else projection.bias[met]
         return ProjectionWeights(fmt, projection.n, projection.k, {"weight": weight}, bias)
 
     rounded = ExpertWeights(dense(weights.gate_up), dense(weights.down))
-    return Batch(batch.hidden, ids, batch.topk_weights), rounded
+    theirs = {
+        name: {(slot, places[expert]): pair for (slot, expert), pair in found.items() if expert in places}
+        for name, found in pairs.items()
+    }
+    return replace(batch, topk_ids=ids), rounded, theirs
 
 
 def _dirty_memory(device: torch.device) -> None:

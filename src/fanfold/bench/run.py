@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fanfold.bench.batches import Batch, Routing, experts_met, random_batch
-from fanfold.bench.checking import Check, check
+from fanfold.bench.adapters import adapter_ids, layer_pairs, pair_bytes, pair_flops, random_pairs
+from fanfold.bench.batches import Batch, experts_met, pairs_met, random_batch
+from fanfold.bench.cell import Cell, Settings
+from fanfold.bench.checking import check
 from fanfold.bench.jobs import LayerShape
-from fanfold.bench.machine import machine
-from fanfold.bench.timing import Replays, Times, call_times
+from fanfold.bench.timing import Replays, call_times
 from fanfold.bench.weights import random_experts
 from fanfold.errors import UnavailableError, UnsupportedError
 from fanfold.explanation import explain
 from fanfold.layers.experts import Experts, arch_of
+from fanfold.layers.reference import LayerPairs
+from fanfold.spec.arch import ARCHS
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights
 
@@ -34,86 +38,12 @@ CALLS = 6
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all cells of a run share."""
+class Loaded:
+    """Layers of unlike weights and adapters, and what the first is made of."""
 
-    device: torch.device
-    routing: Routing = "uniform"
-    implementation: str = "auto"
-    dtype: torch.dtype = torch.bfloat16
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One figure, or why there is none.
-
-    Attributes:
-        shape: the layer.
-        format: of gate_up and down.
-        tokens: of a call.
-        settings: of the run.
-        implementation: what ran.
-        copies: of the weights, which calls take in turn.
-        calls: in a graph, each with another routing.
-        experts_met: by a call, the mean.
-        weight_bytes: packed bytes of these experts.
-        flops: multiplications and additions of the products of a call.
-        floor_us: the least time a call can take; None where the device's rates are not known.
-        check: None where nothing ran.
-        times: None where the check failed.
-        refused: why there are no times.
-    """
-
-    shape: LayerShape
-    format: WeightFormat
-    tokens: int
-    settings: Settings
-    implementation: str | None = None
-    copies: int = 0
-    calls: int = 0
-    experts_met: float | None = None
-    weight_bytes: float | None = None
-    flops: int | None = None
-    floor_us: float | None = None
-    check: Check | None = None
-    times: Times | None = None
-    refused: str | None = None
-
-    def row(self) -> dict[str, Any]:
-        """All of it by name, with the machine; what is not known is None."""
-        sizes, settings = self.shape.experts, self.settings
-        us = None if self.times is None else self.times.median_us
-        return {
-            "shape": self.shape.name,
-            "experts": sizes.num_experts,
-            "top_k": self.shape.top_k,
-            "hidden": sizes.hidden,
-            "intermediate": sizes.intermediate,
-            "activation": self.shape.activation.kind,
-            "bias": self.shape.bias,
-            "format": self.format.name,
-            "tokens": self.tokens,
-            "routing": settings.routing,
-            "dtype": str(settings.dtype).removeprefix("torch."),
-            "seed": settings.seed,
-            "device": settings.device.type,
-            "implementation": self.implementation,
-            "timing": "graph replays" if settings.device.type == "cuda" else "calls",
-            "copies": self.copies,
-            "calls": self.calls,
-            **_values(Times, self.times),
-            "floor_us": self.floor_us,
-            "over_floor": None if us is None or self.floor_us is None else us / self.floor_us,
-            "experts_met": self.experts_met,
-            "weight_bytes": self.weight_bytes,
-            "flops": self.flops,
-            "gigabytes_per_second": None if us is None or self.weight_bytes is None else self.weight_bytes / us / 1e3,
-            "teraflops": None if us is None or self.flops is None else self.flops / us / 1e6,
-            **_values(Check, self.check),
-            "refused": self.refused,
-            **machine(settings.device),
-        }
+    layers: list[Experts]
+    weights: ExpertWeights
+    pairs: LayerPairs
 
 
 def bench(
@@ -132,7 +62,7 @@ def bench(
         shapes: the layers.
         formats: of their weights.
         tokens: of a call.
-        settings: device, routing, implementation, dtype, seed.
+        settings: device, routing, implementation, dtype, seed, adapters.
         progress: called with (done, total, what).
 
     Yields:
@@ -156,29 +86,35 @@ def _cells(shape: LayerShape, fmt: WeightFormat, tokens: Sequence[int], settings
     """The cells that share their weights."""
     empty = [Cell(shape, fmt, count, settings) for count in tokens]
     try:
-        weights, layers = _layers(shape, fmt, min(tokens), settings)
+        loaded = _load(shape, fmt, min(tokens), settings)
     except (UnavailableError, UnsupportedError) as error:
         yield from (replace(cell, refused=str(error)) for cell in empty)
         return
     for cell in empty:
         try:
-            yield _measured(cell, weights, layers)
+            yield _measured(cell, loaded)
         except (UnavailableError, UnsupportedError) as error:
             yield replace(cell, refused=str(error))
 
 
-def _layers(
-    shape: LayerShape, fmt: WeightFormat, tokens: int, settings: Settings
-) -> tuple[ExpertWeights, list[Experts]]:
-    """Layers of unlike weights, enough of them for the fewest tokens, and the weights of the first."""
+def _load(shape: LayerShape, fmt: WeightFormat, tokens: int, settings: Settings) -> Loaded:
+    """Layers enough for calls of so few tokens."""
     copies = copies_needed(shape, fmt, tokens) if settings.device.type == "cuda" else 1
-
-    def build(weights: ExpertWeights) -> Experts:
-        return Experts(weights, shape.activation, dtype=settings.dtype, implementation=settings.implementation)
-
     first = random_experts(shape, fmt, settings.device, settings.seed)
     others = (random_experts(shape, fmt, settings.device, settings.seed + copy) for copy in range(1, copies))
-    return first, [build(first), *map(build, others)]
+    loaded = Loaded([], first, {})
+    for number, weights in enumerate(chain([first], others)):
+        experts = Experts(weights, shape.activation, dtype=settings.dtype, implementation=settings.implementation)
+        loaded.layers.append(experts)
+        if settings.adapters:
+            seeds = (settings.seed + settings.adapters * number + slot for slot in range(settings.adapters))
+            made = [random_pairs(shape, settings.rank, settings.dtype, settings.device, seed) for seed in seeds]
+            experts.reserve(settings.adapters, settings.rank)
+            for slot, pairs in enumerate(made):
+                experts.put(slot, pairs)
+            if number == 0:
+                loaded = replace(loaded, pairs=layer_pairs(made))
+    return loaded
 
 
 def copies_needed(shape: LayerShape, fmt: WeightFormat, tokens: int) -> int:
@@ -188,14 +124,11 @@ def copies_needed(shape: LayerShape, fmt: WeightFormat, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def _measured(cell: Cell, weights: ExpertWeights, layers: Sequence[Experts]) -> Cell:
-    shape, settings, copies = cell.shape, cell.settings, len(layers)
+def _measured(cell: Cell, loaded: Loaded) -> Cell:
+    settings, layers, copies = cell.settings, loaded.layers, len(loaded.layers)
     number = copies * math.ceil(CALLS / copies)
-    batches = [
-        random_batch(shape, cell.tokens, settings.routing, settings.dtype, settings.device, settings.seed + call)
-        for call in range(number)
-    ]
-    found = check(layers[0], weights, batches[0])
+    batches = [_batch(cell, settings.seed + call) for call in range(number)]
+    found = check(layers[0], loaded.weights, batches[0], loaded.pairs)
     cell = replace(
         cell,
         implementation=layers[0].implementation,
@@ -215,33 +148,36 @@ def _measured(cell: Cell, weights: ExpertWeights, layers: Sequence[Experts]) -> 
     return replace(cell, times=replays.times())
 
 
+def _batch(cell: Cell, seed: int) -> Batch:
+    settings = cell.settings
+    ids = adapter_ids(settings.popularity, cell.tokens, settings.adapters, seed) if settings.adapters else None
+    return random_batch(cell.shape, cell.tokens, settings.routing, settings.dtype, settings.device, seed, ids)
+
+
 def _call(experts: Experts, batch: Batch) -> Tensor:
-    return experts(batch.hidden, batch.topk_ids, batch.topk_weights)
+    return experts(batch.hidden, batch.topk_ids, batch.topk_weights, batch.adapter_ids)
 
 
 def work(cell: Cell, batches: Sequence[Batch]) -> dict[str, Any]:
     """What a call has to read and to compute, the mean over the batches."""
+    shape, settings, arch = cell.shape, cell.settings, arch_of(cell.settings.device)
+    rows = cell.tokens * shape.top_k
     met = [len(experts_met(batch)) for batch in batches]
-    device = cell.settings.device
-    answers = [
-        explain(
-            replace(cell.shape.experts, num_experts=count),
-            cell.format,
-            arch_of(device),
-            cell.tokens * cell.shape.top_k,
+    answers = [explain(replace(shape.experts, num_experts=count), cell.format, arch, rows) for count in met]
+    weights = [int(answer["weight_bytes"]) for answer in answers]
+    adapters = [pairs_met(batch) * pair_bytes(shape, settings.rank, settings.dtype) for batch in batches]
+    flops = int(answers[0]["flops"]) + (rows * pair_flops(shape, settings.rank) if settings.adapters else 0)
+    floor = None
+    rates = ARCHS.get(arch)
+    if rates is not None and rates.name in torch.cuda.get_device_name(settings.device):  # others have other rates
+        reads = fmean(
+            max((a + b) / rates.read_bytes, flops / rates.matrix_flops) for a, b in zip(weights, adapters, strict=True)
         )
-        for count in met
-    ]
-    floors = [answer["floor_us"] for answer in answers]
-    rates: str | None = answers[0]["floor_of"]
-    known = rates is not None and rates in torch.cuda.get_device_name(device)  # an arch has GPUs of unlike rates
+        floor = reads * 1e6
     return {
         "experts_met": fmean(met),
-        "weight_bytes": fmean(answer["weight_bytes"] for answer in answers),
-        "flops": answers[0]["flops"],
-        "floor_us": fmean(floors) if known else None,
+        "weight_bytes": fmean(weights),
+        "adapter_bytes": fmean(adapters),
+        "flops": flops,
+        "floor_us": floor,
     }
-
-
-def _values(kind: type[Check] | type[Times], found: Check | Times | None) -> dict[str, Any]:
-    return dict.fromkeys(field.name for field in fields(kind)) if found is None else asdict(found)

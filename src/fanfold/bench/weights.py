@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fanfold.bench.jobs import LayerShape
+from fanfold.bench.seeds import generator_of
 from fanfold.formats.codec import INTEGER, shapes
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
@@ -31,7 +32,7 @@ def random_experts(shape: LayerShape, fmt: WeightFormat, device: torch.device, s
     Raises:
         UnsupportedError: the format can't hold such sizes.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = generator_of("weights", seed, device)
     sizes = shape.experts
     projections = [
         _Maker(fmt, (sizes.num_experts, halves), n, k, generator).projection(shape.bias)

@@ -26,6 +26,15 @@ class RoutingName(StrEnum):
     POWER = "power"
 
 
+class PopularityName(StrEnum):
+    """Which adapters tokens have."""
+
+    IDENTICAL = "identical"
+    UNIFORM = "uniform"
+    SKEWED = "skewed"
+    DISTINCT = "distinct"
+
+
 class DeviceName(StrEnum):
     """Where the layer runs."""
 
@@ -55,6 +64,14 @@ def bench(
     routing: Annotated[
         RoutingName, typer.Option(help="Experts equally likely, equally loaded, or the n-th with a weight of 1/n.")
     ] = RoutingName.UNIFORM,
+    adapters: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Adapters on all experts; every token has one.")
+    ] = 0,
+    rank: Annotated[int, typer.Option(min=1, max=512, metavar="R", help="Of the adapters.")] = 16,
+    popularity: Annotated[
+        PopularityName,
+        typer.Option(help="All tokens have one adapter, any, the n-th with a weight of 1/n, or each another."),
+    ] = PopularityName.UNIFORM,
     implementation: Annotated[str, typer.Option(metavar="NAME", help="auto, or one by name.")] = "auto",
     device: Annotated[
         DeviceName | None, typer.Option(help="Where to run.", show_default="cuda where there is one")
@@ -66,15 +83,22 @@ def bench(
 ) -> None:
     """Time an expert layer of random weights; a figure that fails its check is not printed, and exits 1."""
     with errors_reported(as_json):
+        from fanfold.bench.cell import Settings
         from fanfold.bench.jobs import layer_shape, weight_formats
         from fanfold.bench.machine import device_named
-        from fanfold.bench.run import Settings
         from fanfold.bench.run import bench as bench_cells
 
         shapes = [layer_shape(name) for name in shape or ["qwen3-30b"]]
         formats = [fmt for name in weight_format or ["gptq4-g128"] for fmt in weight_formats(name)]
         counts = token_counts(tokens)
-        settings = Settings(device_named(None if device is None else device.value), routing.value, implementation)
+        settings = Settings(
+            device_named(None if device is None else device.value),
+            routing=routing.value,
+            implementation=implementation,
+            adapters=adapters,
+            rank=rank,
+            popularity=popularity.value,
+        )
         rows: list[dict[str, Any]] = []
         with progress_bar() as progress:
             for cell in bench_cells(shapes, formats, counts, settings, progress):
@@ -116,7 +140,7 @@ def append(file: Path, row: dict[str, Any]) -> None:
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Where it ran and how it was timed, a table a layer, and what is wrong with the cells that have no figure."""
     first = rows[0]
-    how = f"{first['dtype']}, {first['routing']} routing, medians of {first['timing']}"
+    how = f"{first['dtype']}, {first['routing']} routing, {adapters_of(first)}medians of {first['timing']}"
     out.print(Text.assemble((first["gpu"] or first["machine"], "bold"), (f"  {how}", "dim")), soft_wrap=True)
     for shape, cells in groupby(rows, key=lambda row: str(row["shape"])):
         out.print(table_of(shape, list(cells)))
@@ -128,6 +152,12 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         if row["refused"]:
             where = f"{row['shape']} {row['format']} {row['tokens']} tokens: "
             err.print(Text.assemble(("no figure: ", "bold red"), where, row["refused"]), soft_wrap=True)
+
+
+def adapters_of(row: dict[str, Any]) -> str:
+    """Words for the adapters, where there are any."""
+    count: int = row["adapters"]
+    return f"{count} adapters of rank {row['rank']} ({row['popularity']}), " if count else ""
 
 
 def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
