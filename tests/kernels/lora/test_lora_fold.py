@@ -55,7 +55,7 @@ def layer_of(
 
 def sources(batch: Batch, layer: Layer) -> dict[str, Any]:
     """Name -> rows; all but "natural" have y in sorted order."""
-    tiles = {f"tile {tile}": plan(batch, layer, tile) for tile in (8, 16, 32)}
+    tiles = {f"tile {tile}": plan(batch, layer, tile) for tile in (8, 16)}
     return {**tiles, "sorted": single(batch, True), "natural": single(batch, False)}
 
 

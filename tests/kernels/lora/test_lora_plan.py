@@ -68,7 +68,7 @@ def test_an_expert_with_more_rows_than_a_program_takes(device: str) -> None:
     if device == "cpu":
         check(routed(40, 1, 3, device, hot=True), adapters(40, 2, device), 2, 8)
     else:
-        check(routed(5000, 2, 3, device, hot=True), adapters(5000, 5, device), 5, 32)
+        check(routed(5000, 2, 3, device, hot=True), adapters(5000, 5, device), 5, 16)
 
 
 def test_tokens_with_unknown_ids_are_counted_once(device: str) -> None:

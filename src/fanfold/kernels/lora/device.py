@@ -72,39 +72,37 @@ def find_pair(table, half, expert, slot, slots, table_experts, dtype: tl.constex
 
 
 @triton.jit
+def part_of(K, SPLIT: tl.constexpr):
+    """Inputs of a part: a multiple of 64, and so of any step."""
+    return tl.cdiv(tl.cdiv(K, SPLIT), 64) * 64
+
+
+@triton.jit
 def shrink(
     x_rows, on, a_ptr, rank, a2_ptr, rank2, r0, K, stop,
-    HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
+    HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns r0 .. r0 + BLOCK_R of act(x A^T) as [BLOCK_R, BLOCK_M], and of a second A over the same loads of x.
 
-    Part s sums chunks s, s + SPLIT, ... of CHUNK inputs. stop: inputs to sum, K or 0. STEP: inputs of
-    a part at a time, a divisor of CHUNK. EVEN_K: all parts are as long.
+    stop: `part_of(K)`, or 0 where there is nothing to sum.
     """
     dtype: tl.constexpr = x_rows.dtype.element_ty
-    STEPS: tl.constexpr = CHUNK // STEP  # of a chunk
+    STEP: tl.constexpr = BLOCK_K // SPLIT
+    part = part_of(K, SPLIT)
     r = r0 + tl.arange(0, BLOCK_R)
-    k = tl.arange(0, SPLIT)[:, None] * CHUNK + tl.arange(0, STEP)[None, :]
+    k = tl.arange(0, SPLIT)[:, None] * part + tl.arange(0, STEP)[None, :]
     x_ptrs = x_rows[None, None, :] + k[:, :, None]
     a_at = r.to(tl.int64)[None, :, None] * K + k[:, None, :]
     acc = tl.zeros((SPLIT, BLOCK_R, BLOCK_M), tl.float32)
     acc2 = acc
-    for step in tl.range(0, tl.cdiv(stop, SPLIT * CHUNK) * STEPS, num_stages=STAGES):
-        k0 = step // STEPS * SPLIT * CHUNK + step % STEPS * STEP
-        x_mask = on[None, None, :]
-        a_mask = (r < rank)[None, :, None]
-        a2_mask = (r < rank2)[None, :, None]
-        if not EVEN_K:
-            inside = k0 + k < K
-            x_mask &= inside[:, :, None]
-            a_mask &= inside[:, None, :]
-            a2_mask &= inside[:, None, :]
-        x = tl.load(x_ptrs + k0, mask=x_mask, other=0.0)
-        a = tl.load(a_ptr + a_at + k0, mask=a_mask, other=0.0)
+    for k0 in tl.range(0, stop, STEP, num_stages=STAGES):
+        inside = k0 + k < K
+        x = tl.load(x_ptrs + k0, mask=on[None, None, :] & inside[:, :, None], other=0.0)
+        a = tl.load(a_ptr + a_at + k0, mask=(r < rank)[None, :, None] & inside[:, None, :], other=0.0)
         acc = tl.dot(a, x, acc, input_precision="ieee")
         if HALVES == 2:
-            a2 = tl.load(a2_ptr + a_at + k0, mask=a2_mask, other=0.0)
+            a2 = tl.load(a2_ptr + a_at + k0, mask=(r < rank2)[None, :, None] & inside[:, None, :], other=0.0)
             acc2 = tl.dot(a2, x, acc2, input_precision="ieee")
     xa = tl.sum(acc, 0).to(dtype)
     xa2 = xa

@@ -15,7 +15,7 @@ from triton import knobs
 from fanfold.kernels.common.device import arch_of
 from fanfold.kernels.lora import product
 from fanfold.kernels.lora.checks import check_activation, check_h, check_source, check_window, check_x, check_y
-from fanfold.kernels.lora.config import CHUNK, GATHER_TILE, SPLIT, config_for, parts_for, takes_one_launch
+from fanfold.kernels.lora.config import SPLIT, config_for, parts_for, takes_one_launch
 from fanfold.kernels.lora.operands import Source, entries, item_count, operands_of, row_count, tile_of
 from fanfold.kernels.lora.sizes import padded_rank
 from fanfold.spec.activation import Activation
@@ -134,9 +134,7 @@ def shrink(
         stride_half=xa.stride(0),
         GATHER_X=gather_x,
         BLOCK_R=config.block_r,
-        STEP=config.step,
-        CHUNK=CHUNK,
-        EVEN_K=table.k % (SPLIT * CHUNK) == 0,
+        BLOCK_K=config.block_k,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
@@ -236,7 +234,7 @@ def _fold(
         return expand(op, y, table, source, xa, scatter=scatter, activation=activation, chained=chained)
     out = y if activation is None else y.new_empty((y.shape[0], table.n))
     arguments = fold_arguments(y, out, x, table, source, gather_x, scatter, activation, unknown, chained, arch)
-    _launch(product.fold_kernel, item_count(source) * arguments["PARTS"], arguments, y)
+    _launch(product.fold_kernel, item_count(source) * arguments["parts"], arguments, y)
     return out
 
 
@@ -256,9 +254,8 @@ def fold_arguments(
     """Arguments and launch options of `fold_kernel`, by name; what is compiled depends on nothing else."""
     config = config_for(table.max_rank, tile_of(source), x.dtype, arch)
     tiles = -(-table.n // config.block_n)
-    made = table.projections if activation is not None or tile_of(source) > GATHER_TILE else 1
-    parts = parts_for(item_count(source), tiles) * (table.projections // made)
-    tiles = -(-tiles * table.projections // (parts * made))
+    parts = parts_for(item_count(source), tiles)
+    tiles = -(-tiles // parts)
     return (
         _common(table, source, parts, chained)
         | _outputs(y, out, table, activation, scatter)
@@ -270,12 +267,9 @@ def fold_arguments(
             stride_x=x.stride(0),
             tiles=tiles,
             ONE_TILE=tiles == 1,
-            MADE=made,
             GATHER_X=gather_x,
             BLOCK_R=config.block_r,
-            STEP=config.step,
-            CHUNK=CHUNK,
-            EVEN_K=table.k % (SPLIT * CHUNK) == 0,
+            BLOCK_K=config.block_k,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
             num_warps=config.num_warps,
@@ -296,7 +290,7 @@ def _common(table: AdapterTable, source: Source, parts: int, chained: bool) -> A
         HALVES=table.projections,
         BLOCK_M=tile_of(source),
         SPLIT=SPLIT,
-        PARTS=parts,
+        parts=parts,
         CHAINED=chained,
         enable_fp_fusion=False,  # the multiply by the scale rounds before the add
     )

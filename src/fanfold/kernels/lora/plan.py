@@ -71,7 +71,7 @@ def empty_items(items_ptr, first, after):
             tl.store(items_ptr + item * 4 + field, tl.full((128,), -1 if field < 2 else 0, tl.int32), mask=item < after)
 
 
-@triton.jit(do_not_specialize=["one_slot"])
+@triton.jit(do_not_specialize=["one_slot", "R", "E", "total_items", "slots", "top_k", "programs"])
 def order_kernel(
     offsets_ptr: tl.tensor,
     sorted_ptr: tl.tensor,

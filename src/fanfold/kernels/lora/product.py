@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fanfold.kernels.common.activations import activate
-from fanfold.kernels.lora.device import add_delta, chain, find_pair, fold, load_b, shrink
+from fanfold.kernels.lora.device import add_delta, chain, find_pair, fold, load_b, part_of, shrink
 
 
 @triton.jit
@@ -32,132 +32,128 @@ def columns_of(n0, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_tile(y_rows, on, b, rank, n, N, BLOCK_R: tl.constexpr):
-    """B and y of outputs n of one projection."""
+def load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Tiles of B and y of outputs n, of both halves (or the first twice)."""
     mask = on[None, None, :] & (n < N)[:, :, None]
-    return load_b(b, rank, 0, n, N, BLOCK_R), tl.load(y_rows + n[:, :, None], mask=mask, other=0.0)
+    y_ptrs = y_rows + n[:, :, None]
+    bt = load_b(b, rank, 0, n, N, BLOCK_R)
+    y = tl.load(y_ptrs, mask=mask, other=0.0)
+    bt2, y2 = bt, y
+    if HALVES == 2:
+        bt2 = load_b(b2, rank2, 0, n, N, BLOCK_R)
+        y2 = tl.load(y_ptrs + N, mask=mask, other=0.0)
+    return bt, y, bt2, y2
 
 
 @triton.jit
-def fold_tile(bt, y, xa, scale, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """A tile of y with the change folded in."""
-    zero = tl.zeros((SPLIT, y.shape[1], y.shape[2]), tl.float32)
-    return fold(y, add_delta(zero, bt, xa, SPLIT), scale, ASSEMBLY)
-
-
-@triton.jit
-def store_tile(y_rows, y, on, rank, n, N):
-    """Stores a tile of y; without a pair y is not written, bit for bit."""
-    tl.store(y_rows + n[:, :, None], y, mask=on[None, None, :] & (n < N)[:, :, None] & (rank > 0))
-
-
-@triton.jit
-def store_h(
-    h_rows, y, y2, folded, folded2, on, rank, rank2, n, N, alpha, limit,
-    HALVES: tl.constexpr, ACTIVATION: tl.constexpr,
+def store_columns(
+    y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, alpha, limit,
+    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """The activation of a tile, folded where there are pairs."""
-    gate = tl.where(rank > 0, folded, y)
-    up = tl.where(rank2 > 0, folded2, y2) if HALVES == 2 else gate
-    h = activate(gate, up, alpha, limit, ACTIVATION).to(y.dtype)
-    tl.store(h_rows + n[:, :, None], h, mask=on[None, None, :] & (n < N)[:, :, None])
+    """Folds and stores a tile; y of a half without a pair is not written, bit for bit."""
+    mask = on[None, None, :] & (n < N)[:, :, None]
+    y_ptrs = y_rows + n[:, :, None]
+    folded = fold(y, acc, scale, ASSEMBLY)
+    folded2 = folded
+    if HALVES == 2:
+        folded2 = fold(y2, acc2, scale2, ASSEMBLY)
+    if ACTIVATION is None:
+        tl.store(y_ptrs, folded, mask=mask & (rank > 0))
+        if HALVES == 2:
+            tl.store(y_ptrs + N, folded2, mask=mask & (rank2 > 0))
+    else:
+        gate = tl.where(rank > 0, folded, y)
+        up = tl.where(rank2 > 0, folded2, y2) if HALVES == 2 else gate
+        h = activate(gate, up, alpha, limit, ACTIVATION)
+        tl.store(h_rows + n[:, :, None], h.to(y.dtype), mask=mask)
 
 
 @triton.jit
 def fold_columns(
-    y_rows, on, b, rank, scale, xa, n, N, tiles,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, alpha, limit,
+    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Folds `tiles` tiles of y from outputs n on, in place."""
-    for _ in range(0, tiles):
-        bt, y = load_tile(y_rows, on, b, rank, n, N, BLOCK_R)
-        store_tile(y_rows, fold_tile(bt, y, xa, scale, SPLIT, ASSEMBLY), on, rank, n, N)
-        n += BLOCK_N
+    """Expands and folds what `load_columns` loaded."""
+    bt, y, bt2, y2 = loaded
+    zero = tl.zeros((SPLIT, n.shape[1], xa.shape[1]), tl.float32)
+    acc = add_delta(zero, bt, xa, SPLIT)
+    acc2 = acc
+    if HALVES == 2:
+        acc2 = add_delta(zero, bt2, xa2, SPLIT)
+    store_columns(
+        y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, alpha, limit,
+        HALVES, ACTIVATION, ASSEMBLY,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["alpha", "limit", "tiles"])
+@triton.jit(do_not_specialize=["parts", "tiles", "top_k", "slots", "experts", "alpha", "limit"])
 def fold_kernel(
     x_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, unknown_ptr: tl.tensor,
-    top_k: tl.tensor, slots: tl.tensor, experts: tl.tensor, K: tl.tensor, N: tl.tensor, stride_x: tl.tensor,
-    stride_y: tl.tensor, stride_h: tl.tensor, tiles: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
-    FIND: tl.constexpr, HALVES: tl.constexpr, MADE: tl.constexpr, GATHER_X: tl.constexpr, SCATTER: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
-    CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr, ONE_TILE: tl.constexpr,
+    parts: tl.tensor, tiles: tl.tensor, top_k: tl.tensor, slots: tl.tensor, experts: tl.tensor, K: tl.tensor,
+    N: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor, stride_h: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
+    FIND: tl.constexpr, HALVES: tl.constexpr, GATHER_X: tl.constexpr, SCATTER: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Shrink and expand in one: PARTS programs share an item; each shrinks, and folds `tiles` tiles of outputs.
-
-    MADE: halves that a program makes; where it is 1 of 2, the second half of the programs makes up.
-    """
+    """Shrink and expand in one: `parts` programs share an item; each shrinks, and folds `tiles` tiles of outputs."""
     chain(CHAINED)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    item = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    item = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
     expert, slot, position, row, on = FIND(source, item, part == 0, unknown_ptr, slots, BLOCK_M)
     if expert < 0:
         return
-    half = part * HALVES // (PARTS * MADE)
-    first = (part - half * (PARTS * MADE // HALVES)) * tiles * BLOCK_N
-    a, b, scale, rank = find_pair(table, half, expert, slot, slots, experts, dtype)
+    a, b, scale, rank = find_pair(table, 0, expert, slot, slots, experts, dtype)
     a2, b2, scale2, rank2 = a, b, scale, 0
-    if MADE == 2:
+    if HALVES == 2:
         a2, b2, scale2, rank2 = find_pair(table, 1, expert, slot, slots, experts, dtype)
     most = tl.maximum(rank, rank2)
     if (most == 0) & (ACTIVATION is None):
         return
     y_row = row if SCATTER else position
-    y_rows = y_ptr + y_row.to(tl.int64)[None, None, :] * stride_y + half * N
-    n = columns_of(first, BLOCK_N, SPLIT)
+    y_rows = y_ptr + y_row.to(tl.int64)[None, None, :] * stride_y
+    h_rows = y_rows
+    if ACTIVATION is not None:
+        h_rows = h_ptr + position.to(tl.int64)[None, None, :] * stride_h
+    n = columns_of(part * tiles * BLOCK_N, BLOCK_N, SPLIT)
     if ONE_TILE:  # on their way while the rows shrink
-        bt, y = load_tile(y_rows, on, b, rank, n, N, BLOCK_R)
-        bt2, y2 = bt, y
-        if MADE == 2:
-            bt2, y2 = load_tile(y_rows + N, on, b2, rank2, n, N, BLOCK_R)
+        loaded = load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES, BLOCK_R)
 
     x_row = row // top_k if GATHER_X else position
     xa, xa2 = shrink(
-        x_ptr + x_row.to(tl.int64) * stride_x, on, a, rank, a2, rank2, 0, K, tl.where(most > 0, K, 0),
-        MADE, BLOCK_M, BLOCK_R, STEP, SPLIT, CHUNK, STAGES, EVEN_K,
+        x_ptr + x_row.to(tl.int64) * stride_x, on, a, rank, a2, rank2, 0, K, tl.where(most > 0, part_of(K, SPLIT), 0),
+        HALVES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT, STAGES,
     )  # fmt: skip
-
-    if ACTIVATION is not None:
-        h_rows = h_ptr + position.to(tl.int64)[None, None, :] * stride_h
-        for _ in range(0, tiles):
-            if not ONE_TILE:
-                bt, y = load_tile(y_rows, on, b, rank, n, N, BLOCK_R)
-                bt2, y2 = bt, y
-                if MADE == 2:
-                    bt2, y2 = load_tile(y_rows + N, on, b2, rank2, n, N, BLOCK_R)
-            folded = fold_tile(bt, y, xa, scale, SPLIT, ASSEMBLY)
-            folded2 = folded
-            if MADE == 2:
-                folded2 = fold_tile(bt2, y2, xa2, scale2, SPLIT, ASSEMBLY)
-            store_h(h_rows, y, y2, folded, folded2, on, rank, rank2, n, N, alpha, limit, MADE, ACTIVATION)
-            n += BLOCK_N
-    elif ONE_TILE:
-        store_tile(y_rows, fold_tile(bt, y, xa, scale, SPLIT, ASSEMBLY), on, rank, n, N)
-        if MADE == 2:
-            store_tile(y_rows + N, fold_tile(bt2, y2, xa2, scale2, SPLIT, ASSEMBLY), on, rank2, n, N)
+    if ONE_TILE:
+        fold_columns(
+            loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, alpha, limit,
+            HALVES, ACTIVATION, SPLIT, ASSEMBLY,
+        )  # fmt: skip
     else:
-        fold_columns(y_rows, on, b, rank, scale, xa, n, N, tiles, BLOCK_R, BLOCK_N, SPLIT, ASSEMBLY)
-        if MADE == 2:
-            fold_columns(y_rows + N, on, b2, rank2, scale2, xa2, n, N, tiles, BLOCK_R, BLOCK_N, SPLIT, ASSEMBLY)
+        for _ in range(0, tiles):
+            loaded = load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES, BLOCK_R)
+            fold_columns(
+                loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, alpha, limit,
+                HALVES, ACTIVATION, SPLIT, ASSEMBLY,
+            )  # fmt: skip
+            n += BLOCK_N
 
 
-@triton.jit(do_not_specialize=["row_offset", "row_end"])
+@triton.jit(do_not_specialize=["parts", "top_k", "slots", "experts", "row_offset", "row_end"])
 def shrink_kernel(
-    x_ptr: tl.tensor, xa_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, unknown_ptr: tl.tensor, top_k: tl.tensor,
-    slots: tl.tensor, experts: tl.tensor, K: tl.tensor, row_offset: tl.tensor, row_end: tl.tensor,
+    x_ptr: tl.tensor, xa_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, unknown_ptr: tl.tensor, parts: tl.tensor,
+    top_k: tl.tensor, slots: tl.tensor, experts: tl.tensor, K: tl.tensor, row_offset: tl.tensor, row_end: tl.tensor,
     stride_x: tl.tensor, stride_xa: tl.tensor, stride_half: tl.tensor,
     FIND: tl.constexpr, HALVES: tl.constexpr, GATHER_X: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr,     STAGES: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """xa = act(x A^T) of the window's rows: BLOCK_R columns of both halves, by each of PARTS programs of an item."""
+    """xa = act(x A^T) of the window's rows: BLOCK_R columns of both halves, by each of `parts` programs of an item."""
     chain(CHAINED)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    item = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    item = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
     expert, slot, position, row, on = FIND(source, item, part == 0, unknown_ptr, slots, BLOCK_M)
     if expert < 0:
         return
@@ -171,8 +167,8 @@ def shrink_kernel(
         return
     x_row = row // top_k if GATHER_X else position
     xa, xa2 = shrink(
-        x_ptr + x_row.to(tl.int64) * stride_x, on, a, rank, a2, rank2, r0, K, K,
-        HALVES, BLOCK_M, BLOCK_R, STEP, SPLIT, CHUNK, STAGES, EVEN_K,
+        x_ptr + x_row.to(tl.int64) * stride_x, on, a, rank, a2, rank2, r0, K, part_of(K, SPLIT),
+        HALVES, BLOCK_M, BLOCK_R, BLOCK_K, SPLIT, STAGES,
     )  # fmt: skip
     r = r0 + tl.arange(0, BLOCK_R)
     xa_ptrs = xa_ptr + (position - row_offset).to(tl.int64)[None, :] * stride_xa + r[:, None]
@@ -192,20 +188,20 @@ def sum_of(xa_rows, on, b, rank, n, N, BLOCK_M: tl.constexpr, BLOCK_R: tl.conste
     return acc
 
 
-@triton.jit(do_not_specialize=["alpha", "limit", "row_offset", "row_end"])
+@triton.jit(do_not_specialize=["parts", "slots", "experts", "row_offset", "row_end", "alpha", "limit"])
 def expand_kernel(
-    xa_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, slots: tl.tensor,
-    experts: tl.tensor, N: tl.tensor, row_offset: tl.tensor, row_end: tl.tensor, stride_xa: tl.tensor,
+    xa_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, parts: tl.tensor,
+    slots: tl.tensor, experts: tl.tensor, N: tl.tensor, row_offset: tl.tensor, row_end: tl.tensor, stride_xa: tl.tensor,
     stride_half: tl.tensor, stride_y: tl.tensor, stride_h: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
     FIND: tl.constexpr, HALVES: tl.constexpr, SCATTER: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr,
+    SPLIT: tl.constexpr, CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Folds scale * act(xa B^T) of the window's rows: BLOCK_N outputs of both halves, by each of PARTS programs."""
+    """Folds scale * act(xa B^T) of the window's rows: BLOCK_N outputs of both halves, by each of `parts` programs."""
     chain(CHAINED)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    item = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    item = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
     expert, slot, position, row, on = FIND(source, item, False, None, slots, BLOCK_M)
     if expert < 0:
         return
@@ -219,20 +215,19 @@ def expand_kernel(
         return
     y_row = row if SCATTER else position
     y_rows = y_ptr + y_row.to(tl.int64)[None, None, :] * stride_y
+    h_rows = y_rows
+    if ACTIVATION is not None:
+        h_rows = h_ptr + position.to(tl.int64)[None, None, :] * stride_h
     n = columns_of(part * BLOCK_N, BLOCK_N, SPLIT)
-    xa_rows = xa_ptr + (position - row_offset).to(tl.int64) * stride_xa
     mask = on[None, None, :] & (n < N)[:, :, None]
+    xa_rows = xa_ptr + (position - row_offset).to(tl.int64) * stride_xa
     y = tl.load(y_rows + n[:, :, None], mask=mask, other=0.0)
-    folded = fold(y, sum_of(xa_rows, on, b, rank, n, N, BLOCK_M, BLOCK_R, SPLIT), scale, ASSEMBLY)
-    if ACTIVATION is None:
-        store_tile(y_rows, folded, on, rank, n, N)
-    y2, folded2 = y, folded
+    acc = sum_of(xa_rows, on, b, rank, n, N, BLOCK_M, BLOCK_R, SPLIT)
+    y2, acc2 = y, acc
     if HALVES == 2:
         y2 = tl.load(y_rows + N + n[:, :, None], mask=mask, other=0.0)
         acc2 = sum_of(xa_rows + stride_half, on, b2, rank2, n, N, BLOCK_M, BLOCK_R, SPLIT)
-        folded2 = fold(y2, acc2, scale2, ASSEMBLY)
-        if ACTIVATION is None:
-            store_tile(y_rows + N, folded2, on, rank2, n, N)
-    if ACTIVATION is not None:
-        h_rows = h_ptr + position.to(tl.int64)[None, None, :] * stride_h
-        store_h(h_rows, y, y2, folded, folded2, on, rank, rank2, n, N, alpha, limit, HALVES, ACTIVATION)
+    store_columns(
+        y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, alpha, limit,
+        HALVES, ACTIVATION, ASSEMBLY,
+    )  # fmt: skip
