@@ -21,6 +21,7 @@ from graphs import check_replays
 from samples import SILU, numbers, random_experts, random_routing, relative_error, sample
 
 E, H, INNER, T, K = 6, 64, 32, 9, 2
+NAMES = [name for name in ops.OPS if not name.startswith("lora_")]  # those: test_ops_lora.py
 FORMATS = ["bf16", "gptq4-g32-asym-v1-actorder", "awq4-g32", "packed8-channel", "nvfp4", "mxfp4", "fp8-block32x32"]
 PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 # Inductor imports parts of torch that torch itself has deprecated.
@@ -120,7 +121,7 @@ def arguments(name: str, place: str = "cpu") -> list[tuple[Any, ...]]:
 
 @INDUCTOR
 @pytest.mark.parametrize("call", range(3))
-@pytest.mark.parametrize("name", ops.OPS)
+@pytest.mark.parametrize("name", NAMES)
 @PLACES
 def test_opcheck(place: str, name: str, call: int) -> None:
     op = getattr(torch.ops.fanfold, name).default
@@ -128,7 +129,7 @@ def test_opcheck(place: str, name: str, call: int) -> None:
     torch.library.opcheck(op, arguments(name, place)[call], test_utils=checks)
 
 
-@pytest.mark.parametrize("name", ops.OPS)
+@pytest.mark.parametrize("name", NAMES)
 @PLACES
 def test_fakes_have_the_shapes_and_dtypes_of_the_results(place: str, name: str) -> None:
     for call in arguments(name, place):

@@ -4,12 +4,12 @@ The operations of a layer by themselves, for hosts that compose one of their own
 layer as one operation, with weights prepared for the GPU, is `fanfold.Experts`.
 """
 
-from fanfold.ops import products, routing, rows
+from fanfold.ops import lora, products, routing, rows
 from fanfold.ops.op import Op as Op
 from fanfold.ops.op import register
 from fanfold.ops.packed import packed as packed
 from fanfold.ops.products import plan_tile as plan_tile
 
-OPS: dict[str, Op] = {**routing.OPS, **products.OPS, **rows.OPS}
+OPS: dict[str, Op] = {**routing.OPS, **products.OPS, **rows.OPS, **lora.OPS}
 for _name, _op in OPS.items():
     register(_name, _op)
