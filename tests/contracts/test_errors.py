@@ -80,4 +80,4 @@ def test_each_class_is_also_the_builtin_a_caller_would_catch() -> None:
     assert issubclass(errors.ArgumentError, ValueError)
     assert issubclass(errors.UnavailableError, RuntimeError)
     for cls in CLASSES.values():
-        assert issubclass(cls, ValueError | LookupError | RuntimeError | OSError)
+        assert issubclass(cls, ValueError | LookupError | RuntimeError | OSError | MemoryError)
