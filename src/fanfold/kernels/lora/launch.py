@@ -119,26 +119,8 @@ def shrink(
     arch = arch_of(x.device)
     if end <= row_offset:
         return
-    config = config_for(table.max_rank, tile_of(source), x.dtype, arch)
-    parts = -(-padded_rank(table.max_rank) // config.block_r)
-    arguments = _common(table, source, parts, chained) | dict(
-        x_ptr=x,
-        xa_ptr=xa,
-        unknown_ptr=unknown,
-        top_k=source.top_k,
-        K=table.k,
-        row_offset=row_offset,
-        row_end=end,
-        stride_x=x.stride(0),
-        stride_xa=xa.stride(1),
-        stride_half=xa.stride(0),
-        GATHER_X=gather_x,
-        BLOCK_R=config.block_r,
-        BLOCK_K=config.block_k,
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-    )
-    _launch(product.shrink_kernel, item_count(source) * parts, arguments, xa)
+    arguments = shrink_arguments(x, table, source, xa, gather_x, row_offset, end, unknown, chained, arch)
+    _launch(product.shrink_kernel, item_count(source) * arguments["parts"], arguments, xa)
 
 
 def expand(
@@ -190,23 +172,8 @@ def expand(
         out = y.new_empty((y.shape[0], table.n)) if h is None else h
     if end <= row_offset:
         return out
-    config = config_for(table.max_rank, tile_of(source), y.dtype, arch)
-    parts = -(-table.n // config.block_n)
-    arguments = (
-        _common(table, source, parts, chained)
-        | _outputs(y, out, table, activation, scatter)
-        | dict(
-            xa_ptr=xa,
-            row_offset=row_offset,
-            row_end=end,
-            stride_xa=xa.stride(1),
-            stride_half=xa.stride(0),
-            BLOCK_R=config.block_r,
-            BLOCK_N=config.block_n,
-            num_warps=config.num_warps,
-        )
-    )
-    _launch(product.expand_kernel, item_count(source) * parts, arguments, y)
+    arguments = expand_arguments(y, out, table, source, xa, row_offset, end, scatter, activation, chained, arch)
+    _launch(product.expand_kernel, item_count(source) * arguments["parts"], arguments, y)
     return out
 
 
@@ -238,6 +205,69 @@ def _fold(
     return out
 
 
+def shrink_arguments(
+    x: Tensor,
+    table: AdapterTable,
+    source: Source,
+    xa: Tensor,
+    gather_x: bool,
+    row_offset: int,
+    row_end: int,
+    unknown: Tensor | None,
+    chained: bool,
+    arch: int,
+) -> Arguments:
+    """Arguments and launch options of `shrink_kernel`, by name; what is compiled depends on nothing else."""
+    config = config_for(table.max_rank, tile_of(source), x.dtype, arch)
+    parts = -(-padded_rank(table.max_rank) // config.block_r)
+    return _common(table, source, parts, chained) | dict(
+        x_ptr=x,
+        xa_ptr=xa,
+        unknown_ptr=unknown,
+        top_k=source.top_k,
+        K=table.k,
+        row_offset=row_offset,
+        row_end=row_end,
+        stride_x=x.stride(0),
+        stride_xa=xa.stride(1),
+        stride_half=xa.stride(0),
+        GATHER_X=gather_x,
+        BLOCK_R=config.block_r,
+        BLOCK_K=config.block_k,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+
+
+def expand_arguments(
+    y: Tensor,
+    out: Tensor,
+    table: AdapterTable,
+    source: Source,
+    xa: Tensor,
+    row_offset: int,
+    row_end: int,
+    scatter: bool,
+    activation: Activation | None,
+    chained: bool,
+    arch: int,
+) -> Arguments:
+    """The same of `expand_kernel`."""
+    config = config_for(table.max_rank, tile_of(source), y.dtype, arch)
+    parts = -(-table.n // config.block_n)
+    arguments = _common(table, source, parts, chained) | _outputs(y, out, table, activation, scatter)
+    return arguments | dict(
+        xa_ptr=xa,
+        row_offset=row_offset,
+        row_end=row_end,
+        stride_xa=xa.stride(1),
+        stride_half=xa.stride(0),
+        BLOCK_R=config.block_r,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+    )
+
+
 def fold_arguments(
     y: Tensor,
     out: Tensor,
@@ -251,29 +281,26 @@ def fold_arguments(
     chained: bool,
     arch: int,
 ) -> Arguments:
-    """Arguments and launch options of `fold_kernel`, by name; what is compiled depends on nothing else."""
+    """The same of `fold_kernel`."""
     config = config_for(table.max_rank, tile_of(source), x.dtype, arch)
     tiles = -(-table.n // config.block_n)
     parts = parts_for(item_count(source), tiles)
     tiles = -(-tiles // parts)
-    return (
-        _common(table, source, parts, chained)
-        | _outputs(y, out, table, activation, scatter)
-        | dict(
-            x_ptr=x,
-            unknown_ptr=unknown,
-            top_k=source.top_k,
-            K=table.k,
-            stride_x=x.stride(0),
-            tiles=tiles,
-            ONE_TILE=tiles == 1,
-            GATHER_X=gather_x,
-            BLOCK_R=config.block_r,
-            BLOCK_K=config.block_k,
-            BLOCK_N=config.block_n,
-            STAGES=config.num_stages,
-            num_warps=config.num_warps,
-        )
+    arguments = _common(table, source, parts, chained) | _outputs(y, out, table, activation, scatter)
+    return arguments | dict(
+        x_ptr=x,
+        unknown_ptr=unknown,
+        top_k=source.top_k,
+        K=table.k,
+        stride_x=x.stride(0),
+        tiles=tiles,
+        ONE_TILE=tiles == 1,
+        GATHER_X=gather_x,
+        BLOCK_R=config.block_r,
+        BLOCK_K=config.block_k,
+        BLOCK_N=config.block_n,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
     )
 
 

@@ -8,11 +8,14 @@ knows where the rows of each slot start, and then places its own chunks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fanfold.kernels.common.device import arch_of
 from fanfold.kernels.lora.checks import check_plan
 from fanfold.kernels.lora.device import chain
 from fanfold.kernels.lora.sizes import work_items
@@ -161,40 +164,55 @@ def order_rows(
 
     Raises:
         ArgumentError: an argument does not go with the others.
+        UnavailableError: the tensors are where no kernel runs.
     """
     rows, experts = route.sorted_rows.numel(), route.num_experts
     check_plan(route, adapter_ids, slots, tile, one_slot, unknown)
     device = route.sorted_rows.device
+    arch_of(device)
     count = work_items(rows, experts, slots, tile)
     items = torch.empty((count, 4), dtype=torch.int32, device=device)
     positions, placed = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
     work = AdapterWork(items, positions, placed, route.top_k, slots, tile)
     if rows == 0:
         return work
+    arguments = order_arguments(route, adapter_ids, work, one_slot, unknown, chained)
+    with torch.cuda.device_of(items):
+        order_kernel[(experts + 1, arguments["programs"])](**arguments)
+    return work
+
+
+def order_arguments(
+    route: Route,
+    adapter_ids: Tensor | None,
+    work: AdapterWork,
+    one_slot: int,
+    unknown: Tensor | None,
+    chained: bool,
+) -> dict[str, Any]:
+    """Arguments and launch options of `order_kernel`, by name; what is compiled depends on nothing else."""
+    rows, experts = route.sorted_rows.numel(), route.num_experts
     usual = 2 * -(-rows // max(1, min(rows, experts)))  # most experts have fewer rows
     chunk = min(max(triton.next_power_of_2(usual), CHUNK[0]), CHUNK[1])
-    programs = -(-usual // chunk)
-    with torch.cuda.device_of(items):
-        order_kernel[(experts + 1, programs)](
-            route.expert_offsets,
-            route.sorted_rows,
-            adapter_ids,
-            items,
-            positions,
-            placed,
-            unknown,
-            one_slot,
-            rows,
-            experts,
-            count,
-            slots,
-            route.top_k,
-            programs,
-            TILE=tile,
-            CHUNK=chunk,
-            BLOCK_S=max(32, triton.next_power_of_2(slots + 1)),
-            CHAINED=chained,
-            num_warps=max(1, chunk // 128),  # no more threads than rows, so that the histogram sees each once
-            **({"launch_pdl": True} if chained else {}),
-        )
-    return work
+    arguments: dict[str, Any] = dict(
+        offsets_ptr=route.expert_offsets,
+        sorted_ptr=route.sorted_rows,
+        adapter_ptr=adapter_ids,
+        items_ptr=work.items,
+        positions_ptr=work.positions,
+        rows_ptr=work.rows,
+        unknown_ptr=unknown,
+        one_slot=one_slot,
+        R=rows,
+        E=experts,
+        total_items=work.items.shape[0],
+        slots=work.slots,
+        top_k=route.top_k,
+        programs=-(-usual // chunk),
+        TILE=work.tile,
+        CHUNK=chunk,
+        BLOCK_S=max(32, triton.next_power_of_2(work.slots + 2)),
+        CHAINED=chained,
+        num_warps=max(1, chunk // 128),  # no more threads than rows, so that the histogram sees each once
+    )
+    return {**arguments, "launch_pdl": True} if chained else arguments
