@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -428,3 +429,25 @@ def test_no_room_on_the_device(model: Model, adapter: Callable[..., Path], monke
         with pytest.raises(DeviceMemoryError, match=f"expected {4 * 8 * (6 + 8) + 4 * 8 * (6 + 4)} free bytes"):
             call()
         assert (pool.names(), model.held()) == (["a"], held)
+
+
+def test_a_thousand_adapters_through_64_slots(model: Model, adapter: Callable[..., Path]) -> None:
+    """Each is in a slot when it is used, whoever had it before; slots never hold what has gone."""
+    paths = [adapter(f"a{number}", UP, seed=number) for number in range(40)]  # files to take in turn
+    pool = AdapterPool(model, slots=64, evict=True)
+    rng = random.Random(1)
+    loaded: dict[str, int] = {}
+    for turn in range(1500):
+        name = f"user{rng.randrange(1000)}"
+        if name not in pool.names():
+            pool.load(name, paths[int(name[4:]) % 40])
+        with pool.using([name, None]):
+            slot = pool.slot(name)
+            held = model.adapter_sites[EXPERTS].held[slot]["up", 0].b
+            assert torch.equal(held, torch.as_tensor(factors(UP, 2, 6, 4, int(name[4:]) % 40)[names(UP)[1]])), turn
+        loaded[name] = slot
+    assert len(loaded) > 700
+    stats = pool.stats()
+    assert stats["used"] == 64
+    assert stats["evictions"] > 1000
+    assert model.adapter_sites[EXPERTS].held.keys() == set(range(64))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import StaticCache
+from hf_decoding import Decoding, prompts
 
 import fanfold
 from fanfold.layers.experts import Experts
@@ -29,12 +28,6 @@ NAMES = [
     "base_qwen3moe_tiny_bf16",
     "base_gptoss_tiny_bf16",
 ]
-LENGTH = 64
-
-
-def prompts(model: Any, rows: int = 3, length: int = 12, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, model.config.vocab_size, (rows, length), generator=generator).to(model.device)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,30 +54,6 @@ def test_generate_gives_the_text_of_the_cpu(name: str) -> None:
         assert torch.equal(model.generate(ids.cuda(), cache_implementation=cache, **options).cpu(), expected), cache
 
 
-class Decoding:
-    """A decode step with a static cache, as one call on tensors at fixed addresses."""
-
-    def __init__(self, model: Any, rows: int) -> None:
-        self.model = model
-        self.cache = StaticCache(config=model.config, max_cache_len=LENGTH)
-        self.token = torch.zeros(rows, 1, dtype=torch.long, device=model.device)
-        self.position = torch.zeros(1, dtype=torch.long, device=model.device)
-
-    def prefill(self, ids: Tensor) -> Tensor:
-        self.cache.reset()
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        found = self.model(input_ids=ids, past_key_values=self.cache, cache_position=positions)
-        self.position.fill_(ids.shape[1])
-        return cast("Tensor", found.logits[:, -1:].argmax(-1))
-
-    def step(self) -> Tensor:
-        rows = self.position[None].expand(self.token.shape[0], 1)
-        found = self.model(
-            input_ids=self.token, past_key_values=self.cache, cache_position=self.position, position_ids=rows
-        )
-        return cast("Tensor", found.logits)
-
-
 @pytest.mark.parametrize("name", ["gptq-int4", "nvfp4", "base_qwen3moe_tiny_bf16"])
 def test_decode_steps_in_a_graph(name: str) -> None:
     """Captured once and replayed for other prompts: every step's logits are those of eager steps, bit for bit."""
@@ -92,14 +61,7 @@ def test_decode_steps_in_a_graph(name: str) -> None:
     with torch.inference_mode():
         eager, graphed = Decoding(model, 3), Decoding(model, 3)
         graphed.token.copy_(graphed.prefill(prompts(model)))
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graphed.step()  # compiles
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = graphed.step()
+        graph, found = graphed.captured()
         for seed in range(3):
             ids = prompts(model, seed=seed)
             for decoding in (eager, graphed):

@@ -1,0 +1,123 @@
+"""Adapters of a whole model on a GPU: rows of the CPU, captured decode steps with ids and adapters that change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hf_decoding import Decoding, prompts
+
+import fanfold
+from graphs import same_bits
+from samples import logits, relative_error, sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning"),  # another name from transformers 5.24 on
+]
+ADAPTERS = {name: f"adapter-{name}" for name in ("scripture", "shout", "python")}
+# Experts of both layouts, router, attention and lm_head.
+EVERYWHERE = {"all": "peft_qwen3moe_all_linear", "parameters": "peft_qwen3moe_target_parameters"}
+
+
+def model_with_adapters(name: str = "gptq-int4", adapters: Mapping[str, str] = ADAPTERS, **options: Any) -> Any:
+    model = fanfold.load_model(sample(name), **options)
+    for adapter, folder in adapters.items():
+        model.adapters.load(adapter, sample(folder))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters"),
+    [
+        ("gptq-int4", ADAPTERS),
+        ("gptq-int4-actorder", ADAPTERS),
+        ("nvfp4", ADAPTERS),
+        ("base_qwen3moe_tiny_bf16", EVERYWHERE),
+    ],
+)
+def test_rows_are_those_of_the_cpu(name: str, adapters: Mapping[str, str]) -> None:
+    """Base rows are bit-equal to a run without a list."""
+    exact = model_with_adapters(name, adapters, dtype=torch.float32)
+    names = [None, *adapters, None]
+    ids = prompts(exact, rows=len(names))
+    plain = model_with_adapters(name, adapters, dtype=torch.bfloat16)
+    on_gpu = model_with_adapters(name, adapters, dtype=torch.bfloat16, device="cuda", batch_invariant=True)
+    with exact.adapters.using(names), plain.adapters.using(names), on_gpu.adapters.using(names):
+        expected, rounded, found = (logits(m, ids.to(m.device)).cpu().float() for m in (exact, plain, on_gpu))
+    without = logits(on_gpu, ids.cuda()).cpu().float()
+    base = logits(exact, ids)
+    for row, adapter in enumerate(names):
+        assert relative_error(found[row], expected[row]) < 2 * relative_error(rounded[row], expected[row]), row
+        if adapter is None:
+            assert torch.equal(found[row], without[row])
+        else:
+            assert relative_error(base[row], expected[row]) > 1e-2
+
+
+def test_captured_steps_follow_lists_and_adapters() -> None:
+    """500 replays of one graph; lists change every step, adapters are replaced and unloaded in between."""
+    model = model_with_adapters(device="cuda")
+    choices = (*ADAPTERS, None)
+    rng = random.Random(0)
+    rows = 3
+    with torch.inference_mode():
+        eager, graphed = Decoding(model, rows), Decoding(model, rows)
+        with model.adapters.using([None] * rows):
+            graphed.token.copy_(graphed.prefill(prompts(model, rows)))
+            graph, found = graphed.captured()
+        changed = 0
+        for replay in range(500):
+            if replay % 40 == 0:
+                for decoding in (eager, graphed):
+                    decoding.token.copy_(decoding.prefill(prompts(model, rows, seed=replay)))
+            if replay % 25 == 24:
+                model.adapters.replace("python", sample(rng.choice(list(ADAPTERS.values()))))
+            if replay % 50 == 49:
+                model.adapters.unload("shout")
+                model.adapters.load("shout", sample("adapter-shout"))
+            with model.adapters.using([None] * rows):
+                base = eager.step()
+            with model.adapters.using([rng.choice(choices) for _ in range(rows)]):
+                expected = eager.step()  # writes the cache again
+                graph.replay()
+                torch.cuda.synchronize()
+            assert same_bits(found, expected), replay
+            changed += int(not torch.equal(base, expected))
+            for decoding in (eager, graphed):
+                decoding.token.copy_(expected.argmax(-1))
+                decoding.position.add_(1)
+        assert changed > 300
+
+
+def test_memory_of_the_pool_is_that_of_its_pairs() -> None:
+    """Resident bytes grow by the padded pairs and little more, and shrink again when an adapter goes."""
+    model = fanfold.load_model(sample("gptq-int4"), device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for adapter, folder in ADAPTERS.items():
+        model.adapters.load(adapter, sample(folder))
+    pairs = model.adapters.stats()["bytes"]
+    grown = torch.cuda.memory_allocated() - before
+    assert pairs <= grown <= 1.06 * pairs + 512 * len(ADAPTERS) * len(model.adapter_sites)  # allocations of 512 bytes
+    for adapter in ADAPTERS:
+        model.adapters.unload(adapter)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_ids_that_are_no_slots_are_counted() -> None:
+    experts = fanfold.load_experts(sample("gptq-int4"), device="cuda")
+    pool = fanfold.AdapterPool(experts, slots=2)
+    pool.load("a", sample("adapter-scripture"))
+    for tokens in (1, 70):
+        x = torch.randn(tokens, experts.shape.hidden, dtype=torch.bfloat16, device="cuda")
+        ids = torch.arange(tokens * 4, device="cuda").view(tokens, 4) % experts.shape.num_experts
+        weights = torch.full((tokens, 4), 0.25, device="cuda")
+        given = x, ids, weights
+        base = experts(*given, adapter_ids=torch.full((tokens,), -1, device="cuda"))
+        seen = pool.stats()["unknown_ids"]
+        assert torch.equal(experts(*given, adapter_ids=torch.full((tokens,), 2, device="cuda")), base)
+        assert pool.stats()["unknown_ids"] == seen + tokens
