@@ -19,6 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (RESULTS / "README.md").read_text()
 FILES = sorted(RESULTS.glob("int4_run*.jsonl"))
 BENCH = sorted(RESULTS.glob("bench_*.jsonl"))
+GROUPED = sorted(RESULTS.glob("grouped_*.jsonl"))
 PRODUCT = {"shape", "T", "what", "us", "cfg"}
 LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
 # Values of a config by run, as the README has them.
@@ -81,5 +82,15 @@ def test_rows_of_fanfold_bench() -> None:
             assert len(row["commit"]) == 40
 
 
+def test_rows_of_the_portable_product() -> None:
+    """Every field is told, and every config that was timed was right."""
+    for path in GROUPED:
+        assert f"| `{path.name}` |" in PAGE
+        for row in rows_of(path):
+            assert row.get("err", 0.0) < 6e-3
+            told = {"shape", "T", "us", "floor", "err", "gate_up", "down", "format"}
+            assert all(f"`{name}`" in PAGE for name in set(row) - told)
+
+
 def test_every_stored_file_is_of_one_kind() -> None:
-    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH])
+    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED])
