@@ -61,7 +61,7 @@ def compile_kernel(
     )
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
-    return _read(compiled)[0]
+    return _read(compiled, disassemble=False)[0]
 
 
 def check_fits(resources: Resources, arch: str) -> None:
@@ -70,21 +70,21 @@ def check_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_BYTES[arch], f"more shared memory than {arch} has: {resources}"
 
 
-def _read(compiled: Any) -> tuple[Resources, str]:
-    """What a compiled kernel takes, and its machine code, by the cuobjdump that triton brings."""
+def _read(compiled: Any, disassemble: bool) -> tuple[Resources, str]:
+    """What a compiled kernel takes, and its machine code (or ""), by the cuobjdump that triton brings."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, sass = (
+        usage, *sass = (
             subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-            for flag in ("-res-usage", "-sass")
+            for flag in (("-res-usage", "-sass") if disassemble else ("-res-usage",))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared), sass
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared), "".join(sass)
 
 
 class _Absent:
@@ -105,16 +105,19 @@ class _Absent:
         return 0
 
 
-def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str) -> tuple[Resources, str]:
+def compile_launch(
+    kernel: Any, arguments: Mapping[str, Any], arch: str, disassemble: bool = True
+) -> tuple[Resources, str]:
     """Compiles what a launch with these arguments would, for a GPU that is not here.
 
     Args:
         kernel: a function under triton.jit or gluon.jit.
         arguments: arguments and launch options by name; tensors may lie on the CPU.
         arch: e.g. "sm_90".
+        disassemble: False saves a second or so.
 
     Returns:
-        What the kernel takes, and its machine code as `cuobjdump -sass` prints it.
+        What the kernel takes, and its machine code as `cuobjdump -sass` prints it ("" without `disassemble`).
     """
     from triton.runtime import driver
 
@@ -124,4 +127,4 @@ def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str) -> tupl
         compiled = kernel.warmup(grid=(1,), **arguments)
     finally:
         driver._active = before
-    return _read(compiled)
+    return _read(compiled, disassemble)

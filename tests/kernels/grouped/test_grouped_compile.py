@@ -22,9 +22,12 @@ from fanfold.spec.launch import LaunchConfig
 MANIFEST = Path(__file__).with_name("grouped_resources.json")
 ROUNDED, FP32 = torch.bfloat16, torch.float32
 W8A8 = ["fp8-channel", "fp8-block128x128"]
-# Gate and up of 128 outputs and tokens each, with the sums of a step beside theirs, fill the registers; it is the
-# fastest all the same.
-SPILLS = {"n128-k128-t128-w8-s3-sum-fused": 64}
+# Bytes that spill (format and 8-bit activations, config): the fastest that were measured all the same. The first makes
+# gate and up of 128 outputs and tokens each, with the sums of a step beside theirs.
+SPILLS = {
+    ("fp8-block128x128", True, "n128-k128-t128-w8-s3-sum-fused"): 40,
+    ("fp8-block128x128", False, "n64-k64-t128-w4-s3-fused"): 8,
+}
 # All configs of these; of the others the one that takes most registers. sm_89 has the least shared memory and converts
 # E4M3, sm_80 does not.
 WHOLE_TABLES = ("sm_80", "sm_90")
@@ -45,7 +48,7 @@ def cases(name: str, arch: str, dtype: torch.dtype, w8a8: bool = False) -> dict[
         resources, sass = compiled(name, config, int(arch.removeprefix("sm_")), dtype, fused, w8a8)
         at = config.name + ("-fused" if fused else "")
         assert resources.shared <= SHARED_BYTES[arch], f"{name} {at}: {resources}"
-        assert resources.stack <= (SPILLS.get(at, 0) if w8a8 else 0), f"{name} {at} spills: {resources}"
+        assert resources.stack <= SPILLS.get((name, w8a8, at), 0), f"{name} {at} spills: {resources}"
         assert register_operands(sass) == 0, f"{name} {at}: weights are a register operand of wgmma"
         found[at] = [resources.registers, resources.shared, resources.stack]
     return found

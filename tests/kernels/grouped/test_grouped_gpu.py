@@ -215,11 +215,10 @@ def test_8_bit_activations(name: str, size: int) -> None:
         assert same_bits(h, activate(y1, Activation("silu")))
 
 
-@pytest.mark.parametrize("name", ["bf16", "gptq4-g128", "fp8-channel"])
-def test_smaller_tiles_have_the_same_bits(name: str) -> None:
+def test_smaller_tiles_have_the_same_bits() -> None:
     from fanfold.kernels.grouped.launch import grouped_gate_up
 
-    weights = projection(name, 6, 2, 256, 1024, "cuda")
+    weights = projection("bf16", 6, 2, 256, 1024, "cuda")
     x, ids = tokens_of(300, 1024, torch.bfloat16), routing(300, 2, 6)
     ids[:, 0] = torch.arange(300, device="cuda") // 150  # experts of 150 rows and of few
     config = config_of(weights, torch.bfloat16, 10**6)

@@ -160,7 +160,7 @@ def test_fused_activation_has_the_bits_of_two_steps(kind: str, name: str, device
                 config_for(weights.format, K, dtype, arch, mean, 1),
                 config_for(weights.format, K, dtype, arch, mean, 1, True),
             )
-            for mean in (4, 20, 50, 3000)
+            for mean in ((4, 20, 30, 3000) if kind == "silu" else (20,))  # each is compiled
         ]
     for plain_config, fused_config in pairs:
         job = random_job(23, 2, 3, K, plain_config, dtype, device)

@@ -47,7 +47,7 @@ _LARGE = Table(
             16: LaunchConfig(64, 128, 16, 4, 3),
             32: LaunchConfig(128, 64, 32, 8, 4),
             64: LaunchConfig(128, 64, 64, 4, 3),
-            128: LaunchConfig(128, 64, 128, 4, 3, smallest_t=32),
+            128: LaunchConfig(128, 64, 128, 4, 3),
         },
         "w8a8": {
             16: LaunchConfig(128, 128, 16, 4, 4),
@@ -68,7 +68,7 @@ _LARGE = Table(
             16: LaunchConfig(64, 128, 16, 4, 3),
             32: LaunchConfig(64, 64, 32, 4, 4),
             64: LaunchConfig(64, 64, 64, 8, 3),
-            128: LaunchConfig(64, 64, 128, 4, 3, smallest_t=32),
+            128: LaunchConfig(64, 64, 128, 4, 3),
         },
         "w8a8": {
             16: LaunchConfig(64, 128, 16, 4, 4),
