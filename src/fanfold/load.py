@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ def load_experts(
     dtype: torch.dtype | str | None = None,
     implementation: str = "auto",
     batch_invariant: bool = False,
+    w8a8: bool = False,
 ) -> Experts:
     """The experts of one layer of a checkpoint, packed, without transformers.
 
@@ -34,6 +36,7 @@ def load_experts(
         dtype: of the activations, by which adapters are kept; None takes the one config.json names.
         implementation: "auto", or the name of one: see Experts.
         batch_invariant: see Experts.
+        w8a8: see Experts.
 
     Returns:
         A fanfold.Experts.
@@ -49,7 +52,8 @@ def load_experts(
     checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
     activation = checkpoint.config.activation
-    return build_experts(checkpoint, layer, activation, chosen, target, implementation, batch_invariant)
+    options = Options(chosen, target, implementation, batch_invariant, w8a8)
+    return build_experts(checkpoint, layer, activation, options)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -61,29 +65,34 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
+@dataclass(frozen=True)
+class Options:
+    """How the experts of a checkpoint are to run: see Experts."""
+
+    dtype: torch.dtype
+    device: torch.device
+    implementation: str
+    batch_invariant: bool
+    w8a8: bool
+
+
 def build_experts(
-    checkpoint: Checkpoint,
-    layer: int,
-    activation: Activation,
-    dtype: torch.dtype,
-    device: torch.device,
-    implementation: str,
-    batch_invariant: bool,
-    path: str | None = None,
+    checkpoint: Checkpoint, layer: int, activation: Activation, options: Options, path: str | None = None
 ) -> Experts:
     """Reads one layer's experts onto a device; `path` is the module's name in the model (None: as in the file)."""
     tensors = checkpoint.layer(layer)
     experts = Experts(
         checkpoint.read_experts(layer),
         activation,
-        dtype=dtype,
-        batch_invariant=batch_invariant,
+        dtype=options.dtype,
+        batch_invariant=options.batch_invariant,
+        w8a8=options.w8a8,
         path=path or tensors.container,
         interleaved=checkpoint.config.interleaved,
         transposed=checkpoint.config.transposed,
     )
-    experts.requested = implementation  # the host that reads may be another device than the one that runs
-    return experts.to(device)
+    experts.requested = options.implementation  # the host that reads may be another device than the one that runs
+    return experts.to(options.device)
 
 
 def checked_device(device: str | torch.device, implementation: str) -> torch.device:

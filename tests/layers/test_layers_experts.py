@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fanfold import AdapterPool, Experts, load_experts
-from fanfold.errors import ArgumentError, InferenceOnlyError, UnavailableError
+from fanfold.errors import ArgumentError, InferenceOnlyError, UnavailableError, UnsupportedError
+from fanfold.formats.codec import dequantize_expert
 from fanfold.layers.reference import layer
 from fanfold.spec import Activation, ExpertWeights
-from samples import SILU, numbers, random_experts, random_pairs, random_routing, sample
+from samples import SILU, numbers, random_experts, random_pairs, random_routing, relative_error, sample
 
 E, H, INNER, T, K = 6, 64, 32, 9, 2
 FORMATS = ["bf16", "gptq4-g32-asym-v2-actorder", "awq4-g32-asym", "nvfp4", "mxfp4", "fp8-channel"]
@@ -248,3 +249,33 @@ def test_arch_of_a_device_that_runs_nothing_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(UnavailableError, match="expert layer on sm_75"):
         Experts(weights, SILU, dtype=torch.float32)
     assert Experts(weights, SILU, dtype=torch.float32, implementation="reference").requested == "reference"
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block32x32"])
+def test_activations_in_8_bits(name: str) -> None:
+    """Both products of a token read E4M3 numbers times a scale; one expert, written out."""
+    experts = Experts(random_experts(name, 1, H, INNER), SILU, dtype=torch.bfloat16, w8a8=True)
+    x = numbers(1, H, dtype=torch.bfloat16)
+    one, sure = torch.zeros(1, 1).int(), torch.ones(1, 1)
+
+    def quantized(row: Tensor, group: int) -> Tensor:
+        groups = row.float().view(-1, group)
+        scale = groups.abs().amax(1, keepdim=True) / 448
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(1, -1)
+
+    group = 32 if "block" in name else None
+    gate, up = (dequantize_expert(experts.weights.gate_up, 0, p) for p in (0, 1))
+    x8 = quantized(x, group or H)
+    y1 = [(x8 @ w.T).bfloat16().float() for w in (gate, up)]
+    h8 = quantized((torch.nn.functional.silu(y1[0]) * y1[1]).bfloat16(), group or INNER)
+    expected = (h8 @ dequantize_expert(experts.weights.down, 0, 0).T).bfloat16()
+    found = experts(x, one, sure)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+    as_they_are = Experts(experts.weights, SILU, dtype=torch.bfloat16)(x, one, sure)
+    assert relative_error(found, expected) < 4e-3
+    assert 5e-3 < relative_error(found, as_they_are) < 0.1
+
+
+def test_activations_in_8_bits_want_fp8_weights() -> None:
+    with pytest.raises(UnsupportedError, match="w8a8 of experts: found gptq4-g32, gptq4-g32 weights; expected fp8"):
+        Experts(random_experts("gptq4-g32", E, H, INNER), SILU, dtype=torch.bfloat16, w8a8=True)

@@ -63,8 +63,9 @@ def batch(tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> li
 def expected(experts: Experts, given: Sequence[Tensor]) -> tuple[Tensor, float]:
     """The layer in fp32 on the CPU, of a module that still lies there, and the error of its steps in x's dtype."""
     x, ids, scores = (part.cpu() for part in given)
-    exact = layer(x.float(), ids, scores, experts.weights, experts.activation)
-    return exact, relative_error(layer(x, ids, scores, experts.weights, experts.activation).float(), exact)
+    rest = ids, scores, experts.weights, experts.activation, None, None, experts.w8a8
+    exact = layer(x.float(), *rest)
+    return exact, relative_error(layer(x, *rest).float(), exact)
 
 
 def check(found: Tensor, wanted: tuple[Tensor, float]) -> None:
@@ -147,6 +148,17 @@ def test_batch_invariant(name: str) -> None:
     for size in (1, 2, 17, 64, 65, 300, 899):
         rows = torch.randperm(900, generator=torch.Generator().manual_seed(size))[:size].cuda()
         assert same_bits(experts(x[rows], ids[rows], scores[rows]), whole[rows]), size
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block128x128"])
+def test_activations_in_8_bits(name: str) -> None:
+    experts = module(name, w8a8=True)
+    batches = [batch(tokens, seed=tokens) for tokens in (1, 40, 500)]
+    wanted = [expected(experts, given) for given in batches]
+    experts.cuda()
+    for given, exact in zip(batches, wanted, strict=True):
+        dirty_memory("cuda")
+        check(experts(*given), exact)
 
 
 def test_no_tokens() -> None:

@@ -41,6 +41,7 @@ class Experts(nn.Module):
         implementation: "auto", or the name of one: "reference" is the readable torch version, the others are those
             that `fanfold.explain` lists.
         batch_invariant: on a GPU, one config for any number of rows: a row's bits then depend on no other row.
+        w8a8: FP8 weights alone: activations are quantised to E4M3 before both products, a scale a row or a block.
         path: the module's name in the model, by which adapters find it.
         interleaved: adapters of fused gate_up rows alternate gate and up (gpt-oss).
         transposed: the model's own parameters are (E, inputs, outputs); tells the layout of old adapters.
@@ -63,6 +64,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         implementation: str = "auto",
         batch_invariant: bool = False,
+        w8a8: bool = False,
         path: str = "experts",
         interleaved: bool = False,
         transposed: bool = False,
@@ -74,8 +76,16 @@ class Experts(nn.Module):
         self.interleaved = interleaved
         self.transposed = transposed
         self.batch_invariant = batch_invariant
+        self.w8a8 = w8a8
         self.shape: ExpertShape = weights.shape
         self.formats = weights.gate_up.format, weights.down.format
+        if w8a8 and any(fmt.kind != "fp8" for fmt in self.formats):
+            raise UnsupportedError(
+                f"w8a8 of {path}",
+                found=f"{', '.join(fmt.name for fmt in self.formats)} weights",
+                expected="fp8 weights",
+                next_step="Leave w8a8 out: activations then stay as they are.",
+            )
         self.biased = weights.gate_up.bias is not None, weights.down.bias is not None
         self.adapter_rows = Rows()
         self.pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
@@ -172,7 +182,9 @@ class Experts(nn.Module):
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None) -> Tensor:
         """`forward` behind its checks: what torch.ops.fanfold.experts calls."""
         if self._kernels is None:
-            return layer(hidden, topk_ids, topk_weights, self.weights, self.activation, self.pairs, adapter_ids)
+            weights = self.weights
+            pairs = self.pairs
+            return layer(hidden, topk_ids, topk_weights, weights, self.activation, pairs, adapter_ids, self.w8a8)
         adapters = None
         if adapter_ids is not None and self.tables is not None:
             adapters = Adapters(self.tables.gate_up, self.tables.down, as_int32(adapter_ids), self.tables.unknown)
@@ -232,13 +244,13 @@ class Experts(nn.Module):
         kernels: Implementation | None = None
         if chosen != "reference":
             try:
-                kernels = implement(chosen, weights, self.activation, self.batch_invariant)
+                kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.w8a8)
             except UnsupportedError as error:  # values that no format tells of, such as scales out of its range
                 if self.requested != "auto":
                     raise
                 reasons[chosen] = f"{error.found}; runs {error.expected}"
                 chosen = "grouped"
-                kernels = implement(chosen, weights, self.activation, self.batch_invariant)
+                kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.w8a8)
         self.implementation = chosen
         self._kernels = kernels
         self._packed = weights if kernels is None else kernels.packed

@@ -14,7 +14,7 @@ from torch import Tensor
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.activation.reference import activate
 from fanfold.kernels.combine.reference import combine
-from fanfold.kernels.grouped.reference import grouped
+from fanfold.kernels.grouped.reference import dequantize_rows, grouped, quantize_rows
 from fanfold.kernels.lora.reference import lora_fold
 from fanfold.routing.reference import plan_sort
 from fanfold.spec.activation import Activation
@@ -34,6 +34,7 @@ def layer(
     activation: Activation,
     pairs: LayerPairs | None = None,
     adapter_ids: Tensor | None = None,
+    w8a8: bool = False,
 ) -> Tensor:
     """The weighted sum over each token's experts.
 
@@ -45,6 +46,7 @@ def layer(
         activation: between gate_up and down.
         pairs: the LoRA pairs of all slots.
         adapter_ids: int [T], slot of each token; < 0 is the base. None: base for all.
+        w8a8: activations in 8 bits before both products, of FP8 weights.
 
     Returns:
         [T, H] in x's dtype.
@@ -54,7 +56,7 @@ def layer(
     tokens = (route.sorted_rows // max(top_k, 1)).long()
     lora = None if pairs is None or adapter_ids is None else (pairs, adapter_ids[tokens], _experts(route))
 
-    y1 = _product(x[tokens], weights.gate_up, route)  # 3
+    y1 = _product(x[tokens], weights.gate_up, route, w8a8)  # 3
     if lora is not None:
         for half, name in enumerate(("gate", "up") if halves == 2 else ("up",)):
             columns = y1[:, half * weights.gate_up.n : (half + 1) * weights.gate_up.n]
@@ -62,21 +64,25 @@ def layer(
 
     h = activate(y1, activation)  # 4
 
-    y2 = _product(h, weights.down, route)  # 5
+    y2 = _product(h, weights.down, route, w8a8)  # 5
     if lora is not None:
         lora_fold(y2, h, lora[0].get("down", {}), lora[1], lora[2])
 
     return combine(y2[route.positions.long()], topk_ids, topk_weights, experts)  # 6
 
 
-def _product(x: Tensor, projection: ProjectionWeights, route: Route) -> Tensor:
+def _product(x: Tensor, projection: ProjectionWeights, route: Route, w8a8: bool) -> Tensor:
     """[R, P*N]: the halves of one projection side by side."""
+    dtype = x.dtype
+    if w8a8:
+        group = projection.format.activation_group(projection.k)
+        x = dequantize_rows(*quantize_rows(x, group), group)  # fp32: what is multiplied
 
     def half(p: int) -> Tensor:
         bias = None if projection.bias is None else projection.bias[:, p]
         return grouped(x, lambda e: dequantize_expert(projection, e, p), route.expert_offsets, projection.n, bias)
 
-    return torch.cat([half(p) for p in range(projection.halves)], dim=1)
+    return torch.cat([half(p) for p in range(projection.halves)], dim=1).to(dtype)
 
 
 def _experts(route: Route) -> Tensor:

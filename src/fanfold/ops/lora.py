@@ -89,7 +89,10 @@ def lora_plan_fake(
 
 
 def lora_shrink_grouped(x: Tensor, *arguments: *tuple[*Table, *Work, Tensor, bool, int, int]) -> None:
-    """Makes xa [P, cap, rank] = act(x A^T) of the window's rows that have a pair; x [T, K] with gather_x, else [R, K]."""
+    """Makes xa [P, cap, rank] = act(x A^T) of the window's rows that have a pair.
+
+    x is [T, K] with gather_x, else [R, K].
+    """
     xa, gather_x, row_offset, row_end = arguments[13:]
     _refuse_gradients(x, xa)
     by_address.shrink(x, _table(x, arguments[:7]), AdapterWork(*arguments[7:13]), xa, gather_x, row_offset, row_end)

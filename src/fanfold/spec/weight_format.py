@@ -54,6 +54,10 @@ class WeightFormat:
                 next_step="Correct group_size in the checkpoint's quantization config.",
             )
 
+    def activation_group(self, k: int) -> int:
+        """Inputs that share a scale of activations in 8 bits: those of an FP8 block, all of K without blocks."""
+        return k if self.block is None or self.block[1] == -1 else min(self.block[1], k)
+
     @property
     def dense(self) -> bool:
         """Whether the weights are plain floating-point numbers without scales."""

@@ -31,7 +31,7 @@ from fanfold.integrations.transformers.quantizer import (
     register,
     shapes_of,
 )
-from fanfold.load import build_experts, checked_device, compute_dtype, open_checkpoint
+from fanfold.load import Options, build_experts, checked_device, compute_dtype, open_checkpoint
 
 Progress = Callable[[int, int, str], None]
 
@@ -79,6 +79,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     implementation: str = "auto",
     batch_invariant: bool = False,
+    w8a8: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """A transformers model whose experts are fanfold's and stay packed; all else is transformers' own.
@@ -92,6 +93,7 @@ def load_model(
         dtype: of activations and unpacked weights: bfloat16, float16 or float32; None takes the one of config.json.
         implementation: "auto", or the name of one: see fanfold.Experts.
         batch_invariant: see fanfold.Experts.
+        w8a8: see fanfold.Experts.
         progress: called with (done, total, what) while loading.
 
     Returns:
@@ -106,6 +108,7 @@ def load_model(
     target = checked_device(device, implementation)
     checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
+    options = Options(chosen, target, implementation, batch_invariant, w8a8)
     model = _without_experts(checkpoint, chosen)
     places = [(name, place) for name, place in modules_of(model) if isinstance(place, EmptyPlace)]
     check_layers(checkpoint, model, places)
@@ -114,9 +117,7 @@ def load_model(
             progress(done, len(places), f"experts of {name}")
         original = place.original[0]
         activation = activation_of(original)
-        experts = build_experts(
-            checkpoint, layer_number(name), activation, chosen, target, implementation, batch_invariant, name
-        )
+        experts = build_experts(checkpoint, layer_number(name), activation, options, name)
         check_place(checkpoint, name, original, experts)
         model.set_submodule(name, experts)
     if progress is not None:

@@ -14,7 +14,7 @@ from fanfold.kernels.common.operands import RowScales
 from fanfold.kernels.grouped.act_order import permuted
 from fanfold.kernels.grouped.checks import check_arguments, check_scale_on_sum
 from fanfold.kernels.grouped.product import grouped_product
-from fanfold.kernels.grouped.quantize import group_of, quantize_rows
+from fanfold.kernels.grouped.quantize import quantize_rows
 from fanfold.spec.activation import Activation
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ProjectionWeights
@@ -169,7 +169,7 @@ def launch(
     if permutation is not None:
         x, top_k = permuted(op, x, permutation, weights.num_experts, work, sorted_rows, top_k), None
     if w8a8:
-        x, scales = quantize_rows(x, group_of(weights.format, weights.k))
+        x, scales = quantize_rows(x, weights.format.activation_group(weights.k))
     arguments = launch_arguments(
         op, x, weights, work, sorted_rows, config, out, arch,
         top_k=top_k, activation=activation, scatter=scatter, row_weights=row_weights, x_scales=scales,

@@ -12,16 +12,10 @@ from torch import Tensor
 from fanfold.kernels.common.device import NATIVE_E4M3, arch_of
 from fanfold.kernels.common.floats import fp32_to_e4m3
 from fanfold.kernels.common.operands import RowScales
-from fanfold.spec.weight_format import WeightFormat
 
 LARGEST = 448.0  # of E4M3
 STEP = 4096
 """Most inputs that a program holds."""
-
-
-def group_of(fmt: WeightFormat, k: int) -> int:
-    """Inputs that share a scale of the activations: those that share one of FP8 weights, K without blocks."""
-    return k if fmt.block is None or fmt.block[1] == -1 else min(fmt.block[1], k)
 
 
 def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, RowScales]:

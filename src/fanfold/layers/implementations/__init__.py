@@ -54,7 +54,9 @@ class Implementation(Protocol):
         ...
 
 
-def implement(name: str, weights: ExpertWeights, activation: Activation, batch_invariant: bool) -> Implementation:
+def implement(
+    name: str, weights: ExpertWeights, activation: Activation, batch_invariant: bool, w8a8: bool
+) -> Implementation:
     """The implementation of that name for a layer.
 
     Args:
@@ -62,6 +64,7 @@ def implement(name: str, weights: ExpertWeights, activation: Activation, batch_i
         weights: the packed experts, on the GPU. An implementation may keep another form of them.
         activation: between gate_up and down.
         batch_invariant: pin one config, so that a row's bits do not depend on the other rows.
+        w8a8: activations in 8 bits before both products.
 
     Raises:
         UnsupportedError: the weights hold values that this implementation does not run.
@@ -72,4 +75,4 @@ def implement(name: str, weights: ExpertWeights, activation: Activation, batch_i
         return GroupedInt4Sm90(weights, activation, batch_invariant)
     from fanfold.layers.implementations.grouped import Grouped
 
-    return Grouped.prepared(weights, activation, batch_invariant)
+    return Grouped.prepared(weights, activation, batch_invariant, w8a8)

@@ -27,6 +27,7 @@ class Grouped:
         weights: the packed experts, on the GPU.
         activation: between gate_up and down.
         batch_invariant: one config for any number of rows.
+        w8a8: activations in 8 bits before both products, of FP8 weights.
         gate_up_order, down_order: int32 [E, K] of weights that `sort_by_group` made.
     """
 
@@ -37,22 +38,24 @@ class Grouped:
         weights: ExpertWeights,
         activation: Activation,
         batch_invariant: bool = False,
+        w8a8: bool = False,
         gate_up_order: Tensor | None = None,
         down_order: Tensor | None = None,
     ) -> None:
         self.weights = weights
         self.activation = activation
         self.batch_invariant = batch_invariant
+        self.w8a8 = w8a8
         self.gate_up_order = gate_up_order
         self.down_order = down_order
         self.arch = arch_of(next(iter(weights.down.tensors.values())).device)
 
     @classmethod
-    def prepared(cls, weights: ExpertWeights, activation: Activation, batch_invariant: bool) -> Grouped:
+    def prepared(cls, weights: ExpertWeights, activation: Activation, batch_invariant: bool, w8a8: bool) -> Grouped:
         """The layer with act-order sorted by group, once; it keeps the sorted weights alone."""
         gate_up, gate_up_order = _sorted(weights.gate_up)
         down, down_order = _sorted(weights.down)
-        return cls(ExpertWeights(gate_up, down), activation, batch_invariant, gate_up_order, down_order)
+        return cls(ExpertWeights(gate_up, down), activation, batch_invariant, w8a8, gate_up_order, down_order)
 
     @property
     def packed(self) -> ExpertWeights | None:
@@ -81,9 +84,9 @@ class Grouped:
                     self.activation,
                     adapters,
                     lambda activation: gather_gate_up(
-                        hidden, weights.gate_up, topk_ids, first, activation, permutation=orders[0]
+                        hidden, weights.gate_up, topk_ids, first, activation, permutation=orders[0], w8a8=self.w8a8
                     ),
-                    lambda h: gather_down(h, weights.down, topk_ids, second, permutation=orders[1]),
+                    lambda h: gather_down(h, weights.down, topk_ids, second, permutation=orders[1], w8a8=self.w8a8),
                 )
             else:
                 route, work = plan_sort(topk_ids, experts, first.block_t)
@@ -95,16 +98,26 @@ class Grouped:
                     self.activation,
                     adapters,
                     lambda activation: grouped_gate_up(
-                        hidden, weights.gate_up, work, rows, top_k, first, activation, permutation=orders[0]
+                        hidden,
+                        weights.gate_up,
+                        work,
+                        rows,
+                        top_k,
+                        first,
+                        activation,
+                        permutation=orders[0],
+                        w8a8=self.w8a8,
                     ),
-                    lambda h: grouped_down(h, weights.down, work, rows, second, scatter=True, permutation=orders[1]),
+                    lambda h: grouped_down(
+                        h, weights.down, work, rows, second, scatter=True, permutation=orders[1], w8a8=self.w8a8
+                    ),
                 )
             return combine(y2, topk_ids, topk_weights, experts)
 
     def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:
         if self.batch_invariant:
-            return pinned_config(weights.format, weights.k, dtype, self.arch, fused)
-        return config_for(weights.format, weights.k, dtype, self.arch, rows, weights.num_experts, fused)
+            return pinned_config(weights.format, weights.k, dtype, self.arch, fused, self.w8a8)
+        return config_for(weights.format, weights.k, dtype, self.arch, rows, weights.num_experts, fused, self.w8a8)
 
 
 def _sorted(weights: ProjectionWeights) -> tuple[ProjectionWeights, Tensor | None]:
