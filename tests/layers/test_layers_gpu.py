@@ -192,3 +192,19 @@ def test_values_that_an_implementation_does_not_run(caplog: pytest.LogCaptureFix
         assert "not grouped_int4_sm90" in caplog.text
         with pytest.raises(UnsupportedError):
             Experts(experts.weights, SILU, dtype=torch.bfloat16, implementation="grouped_int4_sm90")
+
+
+def test_a29_results_of_a_graph_stay_where_they_are() -> None:
+    """Memory that others take between replays is not the result's, nor the scratch's."""
+    experts = module("gptq4-g128").cuda()
+    given = batch(40)
+    expected = experts(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*given)
+    for size in (2**10, 2**16, 2**22):
+        garbage = torch.full((size,), torch.nan, device="cuda")
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(out, expected)
+        assert garbage.isnan().all()

@@ -58,7 +58,7 @@ def test_rows_are_those_of_the_cpu(name: str, adapters: Mapping[str, str]) -> No
             assert relative_error(base[row], expected[row]) > 1e-2
 
 
-def test_captured_steps_follow_lists_and_adapters() -> None:
+def test_a28_captured_steps_follow_lists_and_adapters() -> None:
     """500 replays of one graph; lists change every step, adapters are replaced and unloaded in between."""
     model = model_with_adapters(device="cuda")
     choices = (*ADAPTERS, None)
