@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fanfold.bench.cell import Cell, Settings
 from fanfold.bench.jobs import LAYERS
-from fanfold.bench.run import Cell, Settings
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.spec import WeightFormat
 
@@ -23,7 +23,10 @@ GROUPED = sorted(RESULTS.glob("grouped_*.jsonl"))
 PRODUCT = {"shape", "T", "what", "us", "cfg"}
 LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
 # Values of a config by run, as the README has them.
-VALUES = {1: {5}, 2: {8}, 3: {10}, 5: {11}, 6: {10, 4}, 7: {10}, 9: {10, 6}, 11: {10, 5}}
+VALUES = {1: {5}, 2: {8}, 3: {10}, 5: {11}, 6: {10, 4}, 7: {10}, 9: {10, 6}, 11: {10, 5}, 12: {9}}
+# Run 12 wrote other fields.
+PRODUCT_12 = {*PRODUCT, "format", "chained", "same", "nan"}
+LAYER_12 = {"shape", "T", "what", "us", "format", "chained", "plan", "combine", "gate_up", "down", "c1", "c2"}
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -37,10 +40,12 @@ def test_results_have_the_fields_of_their_page(path: Path) -> None:
     lengths: set[int] = set()
     for row in rows_of(path):
         if row["what"] == "layer":
-            assert set(row) == LAYER | ({"group", "zeros"} if number == 11 else set())
+            assert set(row) == (LAYER_12 if number == 12 else LAYER | ({"group", "zeros"} if number == 11 else set()))
             configs = (row["c1"], row["c2"])
         else:
-            assert set(row) == PRODUCT
+            assert set(row) == (PRODUCT_12 if number == 12 else PRODUCT)
+            assert row.get("same") is not False
+            assert row.get("nan") in (None, False)
             configs = (row["cfg"],)
         lengths |= {len(config) for config in configs if isinstance(config, list)}
         assert isinstance(row["us"], float)
@@ -49,18 +54,24 @@ def test_results_have_the_fields_of_their_page(path: Path) -> None:
 
 def test_every_field_and_file_is_told() -> None:
     assert {int(path.stem.removeprefix("int4_run")) for path in FILES} == set(VALUES)
-    for name in PRODUCT | LAYER | {"group", "zeros"}:
+    for name in PRODUCT_12 | LAYER | {"group", "zeros"}:
         assert f"`{name}`" in PAGE
     assert sum(path.stat().st_size for path in FILES) < 1_000_000
 
 
 def test_the_tuned_table_is_made_of_these_rows() -> None:
     found = {(row["shape"], row["T"], number): row for number in (9, 11) for row in layer_rows(number)}
-    shapes = {128: "qwen3-30b", 8: "mixtral-8x7b", 32: "deepseek-v3/8"}
+    layers = sorted(layer_rows(12), key=lambda row: row["us"], reverse=True)  # the fastest of a cell stays
+    found |= {(row["shape"], row["T"], row["format"]): row for row in layers}
+    shapes = {768: "qwen3-30b", 14336: "mixtral-8x7b", 2048: "deepseek-v3/8", 2880: "gpt-oss-120b", 512: "qwen3-next"}
     for tuned in read_table():
-        row = found[(shapes[tuned.experts], tuned.tokens, tuned.run)]
-        assert tuned.us["layer"] == round(min(row["us"], row["us_nopdl"]), 1)
-        assert tuned.chained == (row["us"] <= row["us_nopdl"])
+        name = "gptq4-g128" if tuned.format == "int4" else tuned.format
+        row = found[(shapes[tuned.intermediate], tuned.tokens, name if tuned.run == 12 else tuned.run)]
+        if tuned.run == 12:
+            assert (tuned.us["layer"], tuned.chained) == (round(row["us"], 1), row["chained"])
+        else:
+            assert tuned.us["layer"] == round(min(row["us"], row["us_nopdl"]), 1)
+            assert tuned.chained == (row["us"] <= row["us_nopdl"])
         for config, stored in ((tuned.gate_up, row["c1"]), (tuned.down, row["c2"])):
             assert list(vars(config).values()) == stored[:9]
 

@@ -1,14 +1,16 @@
-"""Compiles the Hopper product as a launch would, without a GPU: each tuned config, and one of each other kind."""
+"""Compiles the Hopper product as a launch would, without a GPU: each tuned config, and every one that layers get."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product as product_of
 
 import torch
 
 from compiling import Resources, compile_launch
 from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.config import Sm90Config, check_config
+from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
 from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.launch import launch_arguments
 from fanfold.kernels.grouped.sm90.tuned import read_table
@@ -16,6 +18,12 @@ from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.activation import ActivationKind
 
+FORMATS = ("gptq4-g128", "gptq4-g128-asym-v1", "gptq4-g64-asym-v1", "gptq4-g32-asym-v1", "nvfp4", "mxfp4")
+LAYERS = (
+    *((128, 8, 2048, 768), (8, 2, 4096, 14336), (32, 8, 7168, 2048), (128, 4, 2880, 2880), (512, 10, 2048, 512)),
+    *((64, 8, 2048, 1408), (16, 4, 6144, 10752), (256, 8, 7168, 2048), (64, 6, 2048, 1024)),
+)
+"""E, k, H, I."""
 FEW = Sm90Config(32, 16, 1, 2, 256, 2, 1, True)
 MANY = Sm90Config(64, 16, 1, 2, 128, 3, 4, False)
 
@@ -51,15 +59,17 @@ def tuned_kernels() -> list[Kernel]:
     """Each once; the number of outputs is an argument."""
     found: dict[Kernel, None] = {}
     for row in read_table():
-        single = row.tokens == 1
+        name = "gptq4-g128" if row.format == "int4" else row.format
         for halves, k, config in ((2, row.hidden, row.gate_up), (1, row.intermediate, row.down)):
-            kernel = Kernel("gptq4-g128", halves, config.rows, k, config, single, row.chained)
-            found[replace(kernel, n=config.rows // halves)] = None
+            kernel = Kernel(name, halves, config.rows // halves, k, config, row.tokens == 1, row.chained)
+            if row.format == "mxfp4":
+                kernel = replace(kernel, activation="clamped_swiglu", bias=True)
+            found[kernel] = None
     return list(found)
 
 
 def other_kernels() -> list[Kernel]:
-    """Other group sizes, zero points, fp16 and E2M1 codes; not tuned, but run on the device."""
+    """Other group sizes, zero points, fp16, E2M1 codes and epilogues."""
     return [
         Kernel("gptq4-g32-asym-v1", 2, 64, 512, MANY),
         Kernel("gptq4-g64-asym-v1", 1, 128, 512, FEW),
@@ -72,6 +82,20 @@ def other_kernels() -> list[Kernel]:
         Kernel("gptq4-g128", 2, 64, 512, MANY, single=True, activation=None),
         Kernel("gptq4-g128-actorder", 2, 64, 512, MANY, activation="gelu_tanh", ordered=True),
     ]
+
+
+def given_kernels() -> list[Kernel]:
+    """What layers of `LAYERS` in `FORMATS` get, for any number of tokens; K is six stages instead of theirs."""
+    found: dict[Kernel, None] = {}
+    for name, (experts, top_k, hidden, intermediate) in product_of(FORMATS, LAYERS):
+        sizes = ((2, intermediate, hidden), (1, hidden, intermediate))
+        weights = [empty_weights(name, halves, n, k, experts, "meta") for halves, n, k in sizes]
+        for tokens, pick in product_of([2**i for i in range(17)], (config_for, pinned_config)):
+            *configs, chained = pick(weights[0], weights[1], tokens, top_k)
+            for (halves, _, _), config in zip(sizes, configs, strict=True):
+                k = config.block_k * config.parts * 6
+                found[Kernel(name, halves, config.rows // halves, k, config, False, chained)] = None
+    return list(found)
 
 
 def compiled(kernel: Kernel) -> tuple[Resources, str]:

@@ -1,54 +1,46 @@
-"""Every tuned config compiles for Hopper, fits, and leaves operands in flight alone; registers and spills are recorded.
+"""Kernels for Hopper fit and leave operands in flight alone, without a GPU.
 
-`python tests/kernels/grouped/sm90/test_sm90_compile.py` (with tests and src on PYTHONPATH) writes sm90_resources.json.
+All that layers of many sizes get were compiled and checked by `sm90_resources.py`, which wrote sm90_resources.json; a
+test holds that this is of today's source. Some are compiled here.
 """
 
 from __future__ import annotations
 
 import json
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-from sm90_compiling import compiled, other_kernels, tuned_kernels
+from sm90_compiling import MANY, empty_weights, other_kernels, tuned_kernels
+from sm90_resources import MANIFEST, check, kernels, source
 
-from fanfold.spec.arch import SHARED_BYTES
-from hazards import hazards, operands
+from fanfold.kernels.grouped.sm90.launch import VALUES, _constants
+from fanfold.kernels.grouped.sm90.product import grouped_int4_sm90
 
-MANIFEST = Path(__file__).with_name("sm90_resources.json")
-KERNELS = {kernel.name: kernel for kernel in [*tuned_kernels(), *other_kernels()]}
+KERNELS = {kernel.name: kernel for kernel in [*tuned_kernels()[::6], *other_kernels()]}
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_fits_and_leaves_operands_in_flight_alone(name: str) -> None:
-    """One test a kernel, so that workers share them and each is compiled once."""
-    resources, sass = compiled(KERNELS[name])
-    assert operands(sass), "weights are not a register operand: the check has nothing to see"
-    assert hazards(sass) == []
-    assert resources.shared <= SHARED_BYTES["sm_90"]
-    assert resources.registers * 32 * 4 * KERNELS[name].config.warpgroups <= 65536
+    """One test a kernel, so that workers share them."""
+    found = check(KERNELS[name])
     manifest = json.loads(MANIFEST.read_text())
     if manifest["triton"] == version("triton"):
-        assert [resources.registers, resources.shared] == manifest["registers and shared bytes"][name]
-        assert resources.stack == manifest["spilled bytes a thread"].get(name, 0)
+        assert found == manifest["registers, shared bytes, spilled bytes"][name]
 
 
-def test_the_manifest_holds_these_kernels() -> None:
+def test_all_kernels_of_this_source_were_checked() -> None:
     manifest = json.loads(MANIFEST.read_text())
-    assert list(manifest["registers and shared bytes"]) == list(KERNELS)
-    assert set(manifest["spilled bytes a thread"]) < set(KERNELS)
-    assert max(manifest["spilled bytes a thread"].values()) <= 72
+    assert manifest["source"] == source(), "python tests/kernels/grouped/sm90/sm90_resources.py"
+    found = manifest["registers, shared bytes, spilled bytes"]
+    assert list(found) == list(kernels())
+    assert len(found) > 200
+    spilled = {name: stack for name, (_, _, stack) in found.items() if stack}
+    assert len(spilled) < 0.2 * len(found)
+    assert max(spilled.values()) <= 240
 
 
-def write_manifest() -> None:
-    found = {name: compiled(kernel)[0] for name, kernel in KERNELS.items()}
-    manifest = {
-        "triton": version("triton"),
-        "registers and shared bytes": {name: [r.registers, r.shared] for name, r in found.items()},
-        "spilled bytes a thread": {name: r.stack for name, r in found.items() if r.stack},
-    }
-    MANIFEST.write_text(json.dumps(manifest, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    write_manifest()
+def test_a_kept_kernel_gets_its_arguments_in_order() -> None:
+    """Later launches pass values and constants by position."""
+    weights = empty_weights("gptq4-g128", 2, 64, 512)
+    constants = _constants(weights, MANY, False, False, True, "silu")
+    assert [*VALUES, *constants] == grouped_int4_sm90.arg_names

@@ -45,7 +45,7 @@ def test_there_is_one_for_all_weights(name: str) -> None:
                         for config in (first, second):
                             x = 2 * config.block_t * config.block_k * config.stages
                             assert x <= SHARED_BYTES["sm_90"]
-                            assert config.scale_on_sum or config.block_k <= 128
+                            assert config.scale_on_sum or config.block_k <= 128 or gate_up.fp4_group
                         checked += 1
     assert checked > 600
 
@@ -71,6 +71,33 @@ def test_another_layer_takes_the_nearest_rows_an_expert() -> None:
     assert config_for(gate_up, down, 1024, 2)[0].block_t in (64, 128)
     assert config_for(gate_up, down, 16, 2)[0].block_t == 8
     assert config_for(gate_up, down, 100_000, 2)[0].block_t >= 128
+
+
+def test_fp4_formats_take_each_others_rows() -> None:
+    """MXFP4 of qwen3-30b as NVFP4 of it; 2944 inputs of a gpt-oss that is NVFP4 need stages of 128."""
+    rows = {(row.format, row.experts, row.hidden, row.tokens): row for row in read_table()}
+    gate_up, down = layer("mxfp4", 128, 2048, 768)
+    row = rows["nvfp4", 128, 2048, 64]
+    assert config_for(gate_up, down, 64, 8) == (row.gate_up, row.down, row.chained)
+    gate_up, down = layer("nvfp4", 128, 2880, 2880)
+    row = rows["mxfp4", 128, 2880, 64]
+    assert config_for(gate_up, down, 64, 4) == (row.gate_up, row.down, row.chained)
+
+
+def test_shorter_stages_before_fewer_rows() -> None:
+    """Groups of 64 fill the registers with half the stage; K of 2944 is 23 stages of 128; rows 5760 are 45 * 128."""
+    gate_up, down = layer("gptq4-g64-asym-v1", 128, 2048, 768)
+    assert config_for(gate_up, down, 256, 8)[0] == Sm90Config(32, 16, 1, 2, 128, 2, 1, True)
+    gate_up, down = layer("nvfp4", 8, 2880, 2880)
+    assert config_for(gate_up, down, 64, 2)[0] == Sm90Config(32, 8, 1, 2, 128, 3, 1, False)
+    assert config_for(gate_up, down, 4096, 2)[1] == Sm90Config(128, 32, 1, 2, 128, 3, 8, False)
+
+
+def test_without_parts() -> None:
+    gate_up, down = layer("gptq4-g128", 8, 4096, 14336)
+    assert config_for(gate_up, down, 16, 2)[1].parts == 4
+    found = config_for(gate_up, down, 16, 2, split=False)[1]
+    assert (found.parts, found.scale_on_sum) == (1, True)
 
 
 def test_pinned_configs_differ_in_tiles_alone() -> None:

@@ -10,23 +10,26 @@ from typing import Any
 import pytest
 
 from fanfold.errors import ConfigError
+from fanfold.kernels.grouped.sm90.config import misfits
 from fanfold.kernels.grouped.sm90.tuned import TABLE, read_table
+from fanfold.spec import WeightFormat
 
 
 def test_the_table() -> None:
     table = read_table()
     shapes = {(row.experts, row.top_k, row.hidden, row.intermediate) for row in table}
-    assert shapes == {(128, 8, 2048, 768), (8, 2, 4096, 14336), (32, 8, 7168, 2048)}
-    assert len({(row.format, row.experts, row.tokens) for row in table}) == len(table) == 19
+    known = {(128, 8, 2048, 768), (8, 2, 4096, 14336), (32, 8, 7168, 2048)}
+    assert shapes == known | {(128, 4, 2880, 2880), (512, 10, 2048, 512)}
+    assert len({(row.format, row.experts, row.hidden, row.tokens) for row in table}) == len(table) == 43
     for row in table:
         assert row.us["floor"] < row.us["layer"]
         assert sum(row.us[step] for step in ("plan", "gate_up", "down", "sum")) < 1.3 * row.us["layer"]
-        for rows, k, config in (
-            (2 * row.intermediate, row.hidden, row.gate_up),
-            (row.hidden, row.intermediate, row.down),
+        for rows, k, config, gate_up in (
+            (2 * row.intermediate, row.hidden, row.gate_up, True),
+            (row.hidden, row.intermediate, row.down, False),
         ):
-            assert rows % config.rows == 0
-            assert k % (config.block_k * config.parts) == 0
+            fmt = WeightFormat.parse("gptq4-g128" if row.format == "int4" else row.format)
+            assert misfits(config, fmt, -(-rows // 128) * 128, -(-k // 128) * 128, gate_up) == ()
     few, many = table[0], table[6]
     assert (few.gate_up.name, few.down.name) == ("t8-w1x1-k512-s2-sum", "t8-w1x2-k128-s3-sum-p3")
     assert (many.gate_up.name, many.chained) == ("t128-32-w2x2-k128-s3-g8", False)
@@ -40,7 +43,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no layers": (lambda t: t.pop("layers"), r"table: found fields"),
     "a field too many": (lambda t: t.update(note=""), r"table: found fields"),
     "layers no list": (lambda t: t.update(layers={}), r"table.layers: found \{\}; expected list"),
-    "a row no object": (lambda t: t["layers"].append(3), r"layers\[19\]: found int"),
+    "a row no object": (lambda t: t["layers"].append(3), r"layers\[43\]: found int"),
     "another format": (lambda t: first(t).update(format="int8"), r"layers\[0\].format: found 'int8'"),
     "tokens a string": (lambda t: first(t).update(tokens="1"), r"layers\[0\].tokens: found '1'; expected int"),
     "tokens 0": (lambda t: first(t).update(tokens=0), r"layers\[0\].tokens: found 0"),

@@ -18,7 +18,7 @@ def _activate(gate, up, alpha, limit, KIND: gl.constexpr):
     if KIND == "silu":
         return gate * _sigmoid(gate) * up
     elif KIND == "gelu_tanh":
-        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        twice = 1.5957691216057308 * gl.fma(0.044715 * gate * gate, gate, gate)
         return gate * _sigmoid(twice) * up
     else:
         gl.static_assert(KIND == "clamped_swiglu")
