@@ -25,6 +25,7 @@ KNOWS: dict[str, set[str]] = {
     "layers": {"torch"},
     "load": {"torch"},
     "bench": {"torch"},
+    "diagnosis": {"torch", "triton"},
     "explanation": {"torch"},
     "inspection": set(),
     "verification": {"torch"},

@@ -11,6 +11,7 @@ import typer
 import fanfold
 from fanfold.cli.bench import bench
 from fanfold.cli.demo import demo
+from fanfold.cli.doctor import doctor
 from fanfold.cli.explain import explain
 from fanfold.cli.generate import generate
 from fanfold.cli.inspect import inspect
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, inspect, verify, explain, bench):
+for command in (demo, generate, inspect, verify, explain, bench, doctor):
     app.command()(command)
 
 
