@@ -89,7 +89,6 @@ CASES: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "gate_up with SiLU, tile 8, chained": lambda arch: fold(work(8), 2, 16, SILU, arch, chained=True),
     "gate_up with SiLU, one token": lambda arch: fold(rows(8), 2, 16, SILU, arch),
     "down, tile 16": lambda arch: fold(work(16), 1, 16, None, arch),
-    "down, 16 tokens": lambda arch: fold(rows(128), 1, 16, None, arch),
     "shrink, rank 512": lambda arch: two_launches(False, arch),
     "expand with SiLU, rank 512": lambda arch: two_launches(True, arch),
     "order, 16384 tokens": order,

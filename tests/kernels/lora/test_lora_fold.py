@@ -105,7 +105,7 @@ def test_down_reads_h_at_positions_and_may_write_to_rows(dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize(
-    "rank", [1, 3, 8, 12, 16, 48, 64, 100, *(pytest.param(r, marks=SLOW) for r in (32, 128, 256, 512))]
+    "rank", [1, 12, 48, 100, *(pytest.param(r, marks=SLOW) for r in (3, 8, 16, 32, 64, 128, 256, 512))]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a10_a12_ranks(rank: int, dtype: torch.dtype, device: str) -> None:
@@ -120,7 +120,7 @@ def test_a10_a12_ranks(rank: int, dtype: torch.dtype, device: str) -> None:
     found = gate_up(layer, single(batch, True), y, x)
     check_close(found, expected(layer, batch, y, x, True, True))
     assert same_bits(found[2], y[2])
-    if device == "cuda" or rank == 100:
+    if device == "cuda":
         assert same_bits(gate_up(layer, plan(batch, layer), y, x), found)
 
 
