@@ -28,6 +28,7 @@ KNOWS: dict[str, set[str]] = {
     "diagnosis": {"torch", "triton"},
     "explanation": {"torch"},
     "inspection": set(),
+    "quantization": {"torch"},
     "verification": {"torch"},
     "integrations": {"torch", "transformers", "safetensors"},
     "cli": {"typer", "rich"},

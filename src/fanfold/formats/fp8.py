@@ -46,8 +46,12 @@ def dequantize(fmt: WeightFormat, tensors: Mapping[str, Tensor], n: int, k: int)
     return tensors["weight"].float() * _spread(fmt, tensors["scale"].float(), n, k)
 
 
-def quantize(fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None) -> dict[str, Tensor]:
-    """W fp32 [N, K]: fp32 scale = amax / 448 a block (1 where all is 0), weights to nearest even.
+def quantize(
+    fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None, scale_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """W fp32 [N, K]: scale = amax / 448 a block (1 where it is 0), weights to nearest even against it as stored.
+
+    `scale_dtype` is one of SCALE_DTYPES.
 
     Raises:
         UnsupportedError: the format has no valid block.
@@ -57,9 +61,9 @@ def quantize(fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None) -> 
     rows, columns = _block(fmt, n, k)
     padded = zero_pad(weight.abs(), (0, -k % columns, 0, -n % rows))
     amax = padded.reshape(-(-n // rows), rows, -(-k // columns), columns).amax((1, 3))
-    scale = amax / LARGEST
+    scale = (amax / LARGEST).to(scale_dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    codes = (weight / _spread(fmt, scale, n, k)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    codes = (weight / _spread(fmt, scale.float(), n, k)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return {"weight": codes, "scale": scale.reshape(scale_shape)}
 
 

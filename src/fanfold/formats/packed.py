@@ -82,14 +82,16 @@ def dequantize(fmt: WeightFormat, tensors: Mapping[str, Tensor], n: int, k: int)
     return integers.apply_scales(unpack(fmt, tensors, n, k), zeros, scales, groups)
 
 
-def quantize(fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None) -> dict[str, Tensor]:
-    """W fp32 [N, K] rounded to nearest, with bf16 scales and, when asymmetric, `zero_point`.
+def quantize(
+    fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None, scale_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    """W fp32 [N, K] rounded to nearest, with scales of one of SCALE_DTYPES and, when asymmetric, `zero_point`.
 
     Raises:
         ArgumentError: act-order without g_idx.
     """
     groups = integers.group_of_k(fmt, g_idx, weight.shape[1], weight.device)
-    codes, zeros, scales = integers.round_to_nearest(fmt, weight, groups, torch.bfloat16)
+    codes, zeros, scales = integers.round_to_nearest(fmt, weight, groups, scale_dtype)
     tensors = {**pack(fmt, codes), "scale": scales.T.contiguous()}
     if not fmt.symmetric:
         tensors["zero_point"] = pack_zeros(fmt, zeros)

@@ -1,0 +1,1 @@
+"""Quantization: the experts of a BF16 or FP16 checkpoint to a checkpoint as compressed-tensors stores it."""
