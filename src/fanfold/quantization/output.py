@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fanfold.errors import ArgumentError, UnavailableError
+from fanfold.errors import ArgumentError, FanfoldError, UnavailableError
 
 # Files of a checkpoint that hold weights, or tables of them; all others are copied.
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -47,10 +47,10 @@ def whole_folder(output: Path) -> Generator[Path]:
         folder.rename(output)  # replaces an empty directory, and nothing else
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, FanfoldError):
             raise UnavailableError(
                 str(output),
-                found=error.strerror or str(error),
+                found=str(error),
                 expected="a directory that can be written",
                 next_step="Free some space, or pass a directory elsewhere. Nothing was kept.",
             ) from error
