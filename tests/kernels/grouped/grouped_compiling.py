@@ -43,7 +43,6 @@ def compiled(
     from fanfold.kernels.common.operands import RowScales
     from fanfold.kernels.grouped.launch import launch_arguments
     from fanfold.kernels.grouped.product import grouped_product
-    from fanfold.kernels.grouped.quantize import group_of
 
     fmt = WeightFormat.parse(name)
     fields = {key: field for key, field in codec.shapes(fmt, N, K).items() if field.required}
@@ -51,7 +50,7 @@ def compiled(
     tokens, scales = 8, None
     x = torch.zeros(tokens, K, dtype=torch.uint8 if w8a8 else dtype)
     if w8a8:
-        size = group_of(fmt, K)
+        size = fmt.activation_group(K)
         groups = -(-K // size)
         scales = RowScales(torch.zeros(tokens, groups), groups, 1, size)
     work = WorkList(torch.zeros(tokens * TOP_K // config.block_t + EXPERTS, 4, dtype=torch.int32), config.block_t)

@@ -22,15 +22,17 @@ from fanfold.spec.launch import LaunchConfig
 MANIFEST = Path(__file__).with_name("grouped_resources.json")
 ROUNDED, FP32 = torch.bfloat16, torch.float32
 W8A8 = ["fp8-channel", "fp8-block128x128"]
-# Bytes that spill (format and 8-bit activations, config): the fastest that were measured all the same. The first makes
-# gate and up of 128 outputs and tokens each, with the sums of a step beside theirs.
+# Bytes that may spill, by config: the fastest that were measured all the same. They make gate and up for 128 tokens;
+# those of 8-bit activations hold the sums of a step beside the sums.
 SPILLS = {
-    ("fp8-block128x128", True, "n128-k128-t128-w8-s3-sum-fused"): 40,
-    ("fp8-block128x128", False, "n64-k64-t128-w4-s3-fused"): 8,
+    "n128-k128-t128-w8-s3-sum-fused": 152,
+    "n128-k128-t128-w8-s3-fused": 152,
+    "n64-k64-t128-w4-s3-fused": 32,
 }
-# All configs of these; of the others the one that takes most registers. sm_89 has the least shared memory and converts
-# E4M3, sm_80 does not.
-WHOLE_TABLES = ("sm_80", "sm_90")
+# As a config takes seconds to compile, the tests compile all of these on sm_90 and, of the others, the one that takes
+# most registers; formats that differ from others in single functions on two archs. The manifest holds more.
+WHOLE_TABLES = ["bf16", "gptq4-g32-asym-v1", "fp8-block128x128 w8a8"]
+ALL_FORMATS = ("sm_80", "sm_90")
 
 
 def configs_of(name: str, arch: str, dtype: torch.dtype, w8a8: bool) -> list[tuple[LaunchConfig, bool]]:
@@ -38,7 +40,8 @@ def configs_of(name: str, arch: str, dtype: torch.dtype, w8a8: bool) -> list[tup
     from fanfold.kernels.grouped.configs import all_configs
 
     found = list(all_configs(WeightFormat.parse(name), K, dtype, int(arch.removeprefix("sm_")), w8a8))
-    return found if arch in WHOLE_TABLES and (name in FORMATS or w8a8) else found[-1:]
+    whole = arch == "sm_90" and dtype == ROUNDED and (f"{name} w8a8" if w8a8 else name) in WHOLE_TABLES
+    return found if whole else found[-1:]
 
 
 def cases(name: str, arch: str, dtype: torch.dtype, w8a8: bool = False) -> dict[str, list[int]]:
@@ -48,7 +51,7 @@ def cases(name: str, arch: str, dtype: torch.dtype, w8a8: bool = False) -> dict[
         resources, sass = compiled(name, config, int(arch.removeprefix("sm_")), dtype, fused, w8a8)
         at = config.name + ("-fused" if fused else "")
         assert resources.shared <= SHARED_BYTES[arch], f"{name} {at}: {resources}"
-        assert resources.stack <= SPILLS.get((name, w8a8, at), 0), f"{name} {at} spills: {resources}"
+        assert resources.stack <= SPILLS.get(at, 0), f"{name} {at} spills: {resources}"
         assert register_operands(sass) == 0, f"{name} {at}: weights are a register operand of wgmma"
         found[at] = [resources.registers, resources.shared, resources.stack]
     return found
@@ -62,13 +65,15 @@ def register_operands(sass: str) -> int:
 def check_manifest(key: str, arch: str, name: str, found: dict[str, list[int]]) -> None:
     manifest = json.loads(MANIFEST.read_text())
     if manifest["triton"] == version("triton"):
-        assert found == manifest[key][arch][name]
+        assert found.items() <= manifest[key][arch][name].items()
     else:
-        assert list(found) == list(manifest[key][arch][name])
+        assert set(found) <= set(manifest[key][arch][name])
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *OTHERS])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [(arch, name) for arch in ARCHS for name in (FORMATS + OTHERS if arch in ALL_FORMATS else FORMATS)],
+)
 def test_bf16_activations(arch: str, name: str) -> None:
     check_manifest("bf16", arch, name, cases(name, arch, ROUNDED))
 
@@ -79,7 +84,7 @@ def test_8_bit_activations(arch: str, name: str) -> None:
     check_manifest("w8a8", arch, name, cases(name, arch, ROUNDED, w8a8=True))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ALL_FORMATS)
 def test_fp32_activations(arch: str) -> None:
     for name in ("fp32", "gptq4-g32-asym-v1"):
         assert cases(name, arch, FP32)
@@ -97,7 +102,9 @@ def test_register_operands_are_found() -> None:
 
 
 def write_manifest() -> None:
-    bf16 = {arch: {name: cases(name, arch, ROUNDED) for name in [*FORMATS, *OTHERS]} for arch in ARCHS}
+    """Whole tables of one of each way to read weights on sm_90; else as the tests."""
+    WHOLE_TABLES.extend(FORMATS + [f"{name} w8a8" for name in W8A8])
+    bf16 = {arch: {name: cases(name, arch, ROUNDED) for name in FORMATS + OTHERS} for arch in ARCHS}
     w8a8 = {arch: {name: cases(name, arch, ROUNDED, w8a8=True) for name in W8A8} for arch in ARCHS}
     lines = json.dumps({"triton": version("triton"), "bf16": bf16, "w8a8": w8a8}, indent=1)
     MANIFEST.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", lines) + "\n")

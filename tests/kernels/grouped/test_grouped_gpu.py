@@ -191,11 +191,10 @@ def test_8_bit_activations(name: str, size: int) -> None:
     from fanfold.kernels.common.device import arch_of
     from fanfold.kernels.grouped.configs import config_for
     from fanfold.kernels.grouped.launch import grouped_gate_up
-    from fanfold.kernels.grouped.quantize import group_of
     from fanfold.kernels.grouped.reference import dequantize_rows, quantize_rows
 
     weights = projection(name, 3, 2, 320, size, "cuda")
-    group, arch = group_of(weights.format, size), arch_of(torch.device("cuda"))
+    group, arch = weights.format.activation_group(size), arch_of(torch.device("cuda"))
     for tokens in (1, 20, 90, 1000):
         x, ids = tokens_of(tokens, size, torch.bfloat16), routing(tokens, 2, 3)
         plain_config, fused_config = (
