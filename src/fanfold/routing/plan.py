@@ -3,6 +3,8 @@
 Two forms with equal results. With few rows one launch does it: program e reads all ids, counts those below e and writes
 its own rows behind them. That is E * R comparisons, and one program's walk over R ids is serial; so many rows are cut
 into chunks, counted in a first launch, and placed in a second one that sums the counts of all chunks.
+
+The work list comes as slots of four numbers (`WorkList`), or in words with the rows beside them (`WorkItems`).
 """
 # pyright: basic, reportCallIssue=false
 # (Triton's builtins carry no types.)
@@ -14,15 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fanfold.errors import ArgumentError
 from fanfold.routing.sizes import power_of_two, work_slots
 from fanfold.spec.route import Route
-from fanfold.spec.work import WorkList
+from fanfold.spec.work import WorkItems, WorkList
 
 # Where one launch is taken: at most 4 steps of 4096 ids twice over, and at most 32 MB of ids read by all programs
 # together, a few microseconds each. By count of bytes and steps, not by measurement.
 ONE_LAUNCH_ROWS = 16384
 ONE_LAUNCH_READS = 2**22
 
+MOST_EXPERTS = 2**15
+MOST_TILE = 2**16 - 1
+"""What a word of work has room for."""
 COUNT_BLOCK = 256  # ids that a program of the first launch counts at once; more spill with 4096 experts
 COUNTS_IN_REGISTERS = 8192  # counts that a program of the second launch loads at once
 
@@ -35,15 +41,38 @@ def _load_experts(ids_ptr: tl.tensor, row: tl.tensor, R: tl.tensor, E: tl.tensor
 
 
 @triton.jit
+def _store_slots(
+    work_ptr: tl.tensor,
+    slot: tl.tensor,
+    expert: tl.tensor,
+    start: tl.tensor,
+    rows: tl.tensor,
+    inside: tl.tensor,
+    WORDS: tl.constexpr,
+) -> None:
+    """Work slots with (rows > 0) and without work."""
+    if WORDS:
+        word = (tl.full(rows.shape, expert, tl.int64) << 48) | (rows.to(tl.int64) << 32) | start.to(tl.int64)
+        tl.store(work_ptr + slot, tl.where(rows > 0, word, -1), mask=inside)
+    else:
+        at = work_ptr + slot.to(tl.int64) * 4
+        tl.store(at, tl.where(rows > 0, expert, -1), mask=inside)
+        tl.store(at + 1, tl.where(rows > 0, start, 0), mask=inside)
+        tl.store(at + 2, rows, mask=inside)
+        tl.store(at + 3, tl.zeros_like(rows), mask=inside)
+
+
+@triton.jit
 def _store_expert(
     offsets_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
+    work_ptr: tl.tensor,
     e: tl.tensor,
     offset: tl.tensor,
     count: tl.tensor,
     R: tl.tensor,
     E: tl.tensor,
     TILE: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> None:
     """Offset and work slots of expert e; e = E stores the end of the offsets and empties what is left of the list."""
     tl.store(offsets_ptr + e, offset)
@@ -54,12 +83,29 @@ def _store_expert(
         slot = first + tl.arange(0, 128)
         start = (slot - base) * TILE
         rows = tl.maximum(tl.minimum(count - start, TILE), 0)
-        at = slots_ptr + slot.to(tl.int64) * 4
-        inside = slot < end
-        tl.store(at, tl.where(rows > 0, e, -1), mask=inside)
-        tl.store(at + 1, tl.where(rows > 0, offset + start, 0), mask=inside)
-        tl.store(at + 2, rows, mask=inside)
-        tl.store(at + 3, tl.zeros_like(rows), mask=inside)
+        _store_slots(work_ptr, slot, e, offset + start, rows, slot < end, WORDS)
+
+
+@triton.jit
+def _store_rows(
+    sorted_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    row: tl.tensor,
+    position: tl.tensor,
+    expert: tl.tensor,
+    offset: tl.tensor,
+    hit: tl.tensor,
+    E: tl.tensor,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    """Rows at their sorted positions, and beside the words of their expert, whose rows start at `offset`."""
+    tl.store(sorted_ptr + position, row, mask=hit)
+    tl.store(positions_ptr + row, position, mask=hit)
+    if WORDS:
+        first = (offset // TILE + expert).to(tl.int64) * TILE
+        tl.store(rows_ptr + first + (position - offset), row, mask=hit & (expert < E))
 
 
 @triton.jit
@@ -68,11 +114,13 @@ def plan_kernel(
     offsets_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
+    work_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     R: tl.tensor,
     E: tl.tensor,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> None:
     """Program e of E + 1 plans expert e; program E takes the rows whose id is no expert's."""
     e = tl.program_id(0)
@@ -85,15 +133,14 @@ def plan_kernel(
         below += ((experts < e) & (row < R)).to(tl.int32)
         mine += ((experts == e) & (row < R)).to(tl.int32)
     offset = tl.sum(below)
-    _store_expert(offsets_ptr, slots_ptr, e, offset, tl.sum(mine), R, E, TILE)
+    _store_expert(offsets_ptr, work_ptr, e, offset, tl.sum(mine), R, E, TILE, WORDS)
 
     placed = offset
     for first in range(0, R, BLOCK):
         row = first + index
         hit = (_load_experts(ids_ptr, row, R, E) == e) & (row < R)
         position = placed + tl.cumsum(hit.to(tl.int32), 0) - 1
-        tl.store(sorted_ptr + position, row, mask=hit)
-        tl.store(positions_ptr + row, position, mask=hit)
+        _store_rows(sorted_ptr, positions_ptr, rows_ptr, row, position, e, offset, hit, E, TILE, WORDS)
         placed += tl.sum(hit.to(tl.int32))
 
 
@@ -124,7 +171,8 @@ def place_kernel(
     offsets_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
+    work_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     chunks: tl.tensor,
     R: tl.tensor,
     E: tl.tensor,
@@ -132,6 +180,7 @@ def place_kernel(
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    WORDS: tl.constexpr,
 ) -> None:
     """Program c places the rows of chunk c, and stores the offsets and work slots of experts c, c + chunks, ..."""
     c = tl.program_id(0)
@@ -150,7 +199,7 @@ def place_kernel(
     for expert in range(c, E + 1, chunks):
         offset = tl.sum(tl.where(e < expert, totals, 0))
         count = tl.sum(tl.where(e == expert, totals, 0))
-        _store_expert(offsets_ptr, slots_ptr, expert, offset, count, R, E, TILE)
+        _store_expert(offsets_ptr, work_ptr, expert, offset, count, R, E, TILE, WORDS)
 
     # A sorted chunk lies in runs of one expert; a run moves as a whole, and rows of no expert are the last run.
     own = tl.load(counts_ptr + c.to(tl.int64) * E + e, mask=e < E, other=0)
@@ -160,10 +209,10 @@ def place_kernel(
     keys = tl.sort(_load_experts(ids_ptr, c * CHUNK + index, R, E) * CHUNK + index)
     experts = keys // CHUNK
     row = c * CHUNK + keys % CHUNK
-    moves = tl.gather(move, tl.minimum(experts, BLOCK_E - 1), 0)
-    position = index + tl.where(experts < E, moves, move_last)
-    tl.store(sorted_ptr + position, row, mask=row < R)
-    tl.store(positions_ptr + row, position, mask=row < R)
+    bins = tl.minimum(experts, BLOCK_E - 1)
+    position = index + tl.where(experts < E, tl.gather(move, bins, 0), move_last)
+    offset = tl.gather(starts, bins, 0)
+    _store_rows(sorted_ptr, positions_ptr, rows_ptr, row, position, experts, offset, row < R, E, TILE, WORDS)
 
 
 def plan_sort(topk_ids: Tensor, num_experts: int, tile: int) -> tuple[Route, WorkList]:
@@ -177,12 +226,40 @@ def plan_sort(topk_ids: Tensor, num_experts: int, tile: int) -> tuple[Route, Wor
     Returns:
         The Route of R = T*k rows, and the work list.
     """
+    slots = work_slots(topk_ids.numel(), num_experts, tile)
+    work = torch.empty((slots, 4), dtype=torch.int32, device=topk_ids.device)
+    return _plan(topk_ids, num_experts, tile, work, None), WorkList(work, tile)
+
+
+def plan_items(topk_ids: Tensor, num_experts: int, tile: int) -> tuple[Route, WorkItems]:
+    """As `plan_sort`, with the work list in words: `routing.reference.plan_sort` and `work_items`, bit for bit.
+
+    Raises:
+        ArgumentError: more experts or a larger tile than the words have room for.
+    """
+    rows = topk_ids.numel()
+    if num_experts > MOST_EXPERTS or tile > MOST_TILE:
+        raise ArgumentError(
+            "plan_items",
+            found=f"{num_experts} experts, tiles of {tile} rows",
+            expected=f"at most {MOST_EXPERTS} experts and {MOST_TILE} rows",
+            next_step="Use plan_sort, whose work list has no such bounds.",
+        )
+    slots = work_slots(rows, num_experts, tile)
+    words = torch.empty(slots, dtype=torch.int64, device=topk_ids.device)
+    beside = torch.empty((slots, tile), dtype=torch.int32, device=topk_ids.device)
+    route = _plan(topk_ids, num_experts, tile, words, beside)
+    return route, WorkItems(words, beside, rows, tile, False, num_experts)
+
+
+def _plan(topk_ids: Tensor, num_experts: int, tile: int, work: Tensor, beside: Tensor | None) -> Route:
+    """The Route; fills the work list: words where there are rows to go beside them, else slots."""
     rows = topk_ids.numel()
     ids = topk_ids.contiguous()
     offsets, sorted_rows, positions = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (num_experts + 1, rows, rows)
     )
-    slots = torch.empty((work_slots(rows, num_experts, tile), 4), dtype=torch.int32, device=ids.device)
+    words = beside is not None
     if takes_one_launch(rows, num_experts):
         block = plan_block(rows)
         plan_kernel[(num_experts + 1,)](
@@ -190,11 +267,13 @@ def plan_sort(topk_ids: Tensor, num_experts: int, tile: int) -> tuple[Route, Wor
             offsets,
             sorted_rows,
             positions,
-            slots,
+            work,
+            beside,
             rows,
             num_experts,
             TILE=tile,
             BLOCK=block,
+            WORDS=words,
             num_warps=plan_warps(block),
         )
     else:
@@ -211,7 +290,8 @@ def plan_sort(topk_ids: Tensor, num_experts: int, tile: int) -> tuple[Route, Wor
             offsets,
             sorted_rows,
             positions,
-            slots,
+            work,
+            beside,
             chunks,
             rows,
             num_experts,
@@ -219,9 +299,10 @@ def plan_sort(topk_ids: Tensor, num_experts: int, tile: int) -> tuple[Route, Wor
             CHUNK=chunk,
             BLOCK_E=block_e,
             BLOCK_C=place_block(block_e),
+            WORDS=words,
             num_warps=8,
         )
-    return Route(offsets, sorted_rows, positions, topk_ids.shape[1]), WorkList(slots, tile)
+    return Route(offsets, sorted_rows, positions, topk_ids.shape[1])
 
 
 def takes_one_launch(rows: int, experts: int) -> bool:

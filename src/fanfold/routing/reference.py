@@ -11,7 +11,7 @@ from torch import Tensor
 from fanfold.routing.sizes import block_count, work_slots
 from fanfold.spec.route import Route
 from fanfold.spec.router import Router
-from fanfold.spec.work import Blocks, WorkList
+from fanfold.spec.work import Blocks, WorkItems, WorkList
 
 
 def route_topk(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,6 +94,18 @@ def work_list(route: Route, tile: int) -> WorkList:
         for number, first in enumerate(range(start, end, tile)):
             slots[start // tile + expert + number] = torch.tensor([expert, first, min(tile, end - first), 0])
     return WorkList(slots.to(route.expert_offsets.device), tile)
+
+
+def work_items(route: Route, tile: int) -> WorkItems:
+    """The tiles of a Route in words; rows beside a word are 0 behind their count."""
+    work = work_list(route, tile)
+    expert, first, count, _ = work.slots.long().unbind(1)
+    words = torch.where(expert < 0, -1, (expert << 48) | (count << 32) | first)
+    places = torch.arange(tile, device=words.device)
+    inside = places < count[:, None]
+    rows = torch.zeros_like(inside, dtype=torch.int32)
+    rows[inside] = route.sorted_rows[(first[:, None] + places)[inside]]
+    return WorkItems(words, rows, len(route.sorted_rows), tile, False, route.num_experts)
 
 
 def plan_blocks(topk_ids: Tensor, num_experts: int, block_rows: int, packed: bool = False) -> Blocks:

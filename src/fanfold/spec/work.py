@@ -1,4 +1,4 @@
-"""WorkList and Blocks: a Route cut into tiles of rows, on the device."""
+"""WorkList, WorkItems and Blocks: a Route cut into tiles of rows, on the device."""
 
 from __future__ import annotations
 
@@ -19,6 +19,28 @@ class WorkList:
 
     slots: Tensor
     tile: int
+
+
+@dataclass(frozen=True, eq=False)
+class WorkItems:
+    """A work list in one word an item, its rows beside it, so that one load leads a program to its first row.
+
+    Attributes:
+        items: int64 [S]: expert << 48 | rows << 32 | first sorted position; -1 holds no work. Where `single`, int32
+            or int64 [R]: the expert of each row; ids outside [0, E) hold no work.
+        rows: int32 [S, tile], rows of each item, unset behind their count; where `single`, `items` again.
+        total: R.
+        tile: most rows of an item; 1 where `single`.
+        single: an item is one row, and rows keep their order: sorted position = row.
+        num_experts: E.
+    """
+
+    items: Tensor
+    rows: Tensor
+    total: int
+    tile: int
+    single: bool
+    num_experts: int
 
 
 @dataclass(frozen=True, eq=False)

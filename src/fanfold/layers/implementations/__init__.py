@@ -14,6 +14,9 @@ from fanfold.spec.activation import Activation
 from fanfold.spec.adapters import AdapterTable
 from fanfold.spec.weights import ExpertWeights
 
+FEW_ROWS = 128
+"""Up to here rows are folded one by one: a plan costs more than reading pairs again from the L2 cache."""
+
 
 @dataclass(frozen=True, eq=False)
 class Adapters:

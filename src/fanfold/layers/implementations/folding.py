@@ -10,15 +10,12 @@ from torch import Tensor
 from fanfold.kernels.lora.launch import fold_down, fold_gate_up
 from fanfold.kernels.lora.operands import Source
 from fanfold.kernels.lora.plan import order_rows
-from fanfold.kernels.lora.sizes import row_tile
-from fanfold.layers.implementations import Adapters
+from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
+from fanfold.layers.implementations import FEW_ROWS, Adapters
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.adapters import AdapterRows, AdapterTable
 from fanfold.spec.route import Route
-
-FEW_ROWS = 128
-"""Up to here rows are folded one by one: a plan costs more than reading pairs again from the L2 cache."""
 
 
 def products(

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from fanfold.kernels.combine.combine import combine
 from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
-from fanfold.kernels.grouped.sm90.items import single_items, tiled_items
+from fanfold.kernels.grouped.sm90.items import single_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
 from fanfold.layers.implementations import Adapters
 from fanfold.layers.implementations.folding import products
-from fanfold.routing.plan import plan_sort
+from fanfold.routing.plan import plan_items
 from fanfold.spec.activation import Activation
 from fanfold.spec.weights import ExpertWeights
 
@@ -60,8 +60,7 @@ class GroupedInt4Sm90:
             if tokens == 1:
                 route, work = None, single_items(topk_ids, experts)
             else:
-                route, tiles = plan_sort(topk_ids, experts, first.block_t)
-                work = tiled_items(route, tiles)
+                route, work = plan_items(topk_ids, experts, first.block_t)
             y2 = products(
                 hidden,
                 topk_ids,

@@ -11,12 +11,12 @@ from compiling import Resources, compile_launch
 from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.config import Sm90Config, check_config
 from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
-from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.launch import launch_arguments
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.activation import ActivationKind
+from fanfold.spec.work import WorkItems
 
 FORMATS = ("gptq4-g128", "gptq4-g128-asym-v1", "gptq4-g64-asym-v1", "gptq4-g32-asym-v1", "nvfp4", "mxfp4")
 LAYERS = (

@@ -62,17 +62,17 @@ def run(
         single: a program a row; None: for one token.
     """
     from fanfold.kernels.combine.combine import combine
-    from fanfold.kernels.grouped.sm90.items import single_items, tiled_items
+    from fanfold.kernels.grouped.sm90.items import single_items
     from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
-    from fanfold.routing.plan import plan_sort
+    from fanfold.routing.plan import plan_items
 
     x, ids, weights = batch
     experts = layer.down.num_experts
     if x.shape[0] == 1 if single is None else single:
         work, positions = single_items(ids, experts), torch.arange(ids.numel(), device=x.device)
     else:
-        route, tiles = plan_sort(ids, experts, gate_up.block_t)
-        work, positions = tiled_items(route, tiles), route.positions.long()
+        route, work = plan_items(ids, experts, gate_up.block_t)
+        positions = route.positions.long()
     h = grouped_gate_up(x, layer.gate_up, work, ids.shape[1], gate_up, activation, chained)
     y2 = grouped_down(h, layer.down, work, down, chained)
     out = combine(y2, ids, weights, experts, dtype=x.dtype)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fanfold.errors import UnsupportedError
 from fanfold.formats.codec import dequantize_expert
-from fanfold.kernels.grouped.sm90.items import WorkItems, tiled_items
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
-from fanfold.routing.reference import plan_sort, work_list
+from fanfold.routing.reference import plan_sort, work_items
 from fanfold.spec import ExpertWeights, ProjectionWeights
+from fanfold.spec.work import WorkItems
 from interpreter import run_in_interpreter
 from samples import random_projection
 
@@ -93,7 +93,7 @@ def test_rows_of_x_in_the_order_of_their_expert(tokens: int, tile: int, k: int, 
     x = torch.randn(tokens, k, generator=generator).half().to(device)
     order = torch.stack([torch.randperm(k, generator=generator) for _ in range(5)]).int().to(device)
     route = plan_sort(ids, 5)
-    found = reorder(x, order, tiled_items(route, work_list(route, tile)), 3)
+    found = reorder(x, order, work_items(route, tile), 3)
     for position, row in enumerate(route.sorted_rows.tolist()):
         expert = int(ids.flatten()[row])
         if 0 <= expert < 5:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.kernels.grouped.sm90.config import Sm90Config
-from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare
 from fanfold.spec import Activation
+from fanfold.spec.work import WorkItems
 
 CONFIG = Sm90Config(16, 8, 1, 1, 128, 3, 1, True)
 SILU = Activation()

@@ -9,10 +9,10 @@ import torch
 from sm90_compiling import empty_weights
 
 from fanfold.kernels.grouped.sm90.config import Sm90Config, misfits
-from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
+from fanfold.kernels.grouped.sm90.configs import config_for, layer_configs, pinned_config
 from fanfold.kernels.grouped.sm90.supported import refusal
 from fanfold.kernels.grouped.sm90.tuned import read_table
-from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights, padded
 from fanfold.spec.arch import SHARED_BYTES
 
 FORMATS = ["gptq4-g128", "gptq4-g64-asym-v1", "gptq4-g32", "awq4-g128-asym", "packed4-g32-asym", "nvfp4", "mxfp4"]
@@ -56,6 +56,21 @@ def test_layers_of_the_table_run_with_its_rows() -> None:
         gate_up, down = layer(name, row.experts, row.hidden, row.intermediate)
         found = config_for(gate_up, down, row.tokens, row.top_k)
         assert found == (row.gate_up, row.down, row.chained)
+
+
+@pytest.mark.parametrize("name", ["gptq4-g32", "nvfp4"])
+def test_sizes_say_as_much_as_weights(name: str) -> None:
+    """Also where rows and inputs are padded: 2880 to 2944, 320 to 384."""
+    for hidden, intermediate, halves in ((2880, 320, 2), (320, 2880, 1)):
+        gate_up, down = layer(name, 32, hidden, intermediate, halves)
+        fmt = gate_up.format
+        first, second = (
+            (fmt, padded(halves * intermediate), padded(hidden)),
+            (fmt, padded(hidden), padded(intermediate)),
+        )
+        for tokens in (1, 64, 4096):
+            found = layer_configs(first, second, hidden, intermediate, 32, tokens, 4)
+            assert (found.gate_up, found.down, found.chained) == config_for(gate_up, down, tokens, 4)
 
 
 def test_the_nearest_number_of_tokens() -> None:

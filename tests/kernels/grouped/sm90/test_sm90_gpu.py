@@ -45,17 +45,15 @@ def exact_layer() -> Layer:
 @pytest.mark.parametrize("pair", configs(), ids=lambda pair: f"{pair[0].name} {pair[1].name}")
 def test_integers_are_exact(pair: tuple[Sm90Config, Sm90Config], exact_layer: Layer) -> None:
     """Down bit for bit; h within one rounding, since exp differs in its last bits."""
-    from fanfold.kernels.grouped.sm90.items import tiled_items
     from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
-    from fanfold.routing.plan import plan_sort
+    from fanfold.routing.plan import plan_items
 
     gate_up, down = pair
     generator = torch.Generator("cuda").manual_seed(1)
     _, ids, _ = batch(290, torch.bfloat16, EXPERTS)
     x = torch.randint(-3, 4, (290, HIDDEN), generator=generator, device="cuda").bfloat16() / 32
     h = torch.randint(-3, 4, (580, INTERMEDIATE), generator=generator, device="cuda").bfloat16()
-    route, tiles = plan_sort(ids, EXPERTS, gate_up.block_t)
-    work = tiled_items(route, tiles)
+    route, work = plan_items(ids, EXPERTS, gate_up.block_t)
     for chained in (False, True):
         for _ in range(3):
             torch.cuda.synchronize()

@@ -42,9 +42,8 @@ def random_layer() -> Layer:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu", "relu2"])
 def test_fused_activations_give_the_bits_of_two_steps(kind: ActivationKind, dtype: torch.dtype) -> None:
     from fanfold.kernels.activation.activate import activate as activate_on_gpu
-    from fanfold.kernels.grouped.sm90.items import tiled_items
     from fanfold.kernels.grouped.sm90.launch import grouped_gate_up
-    from fanfold.routing.plan import plan_sort
+    from fanfold.routing.plan import plan_items
 
     activation = Activation(kind, alpha=1.3, limit=1.5)
     halves = 2 if activation.gated else 1
@@ -55,8 +54,8 @@ def test_fused_activations_give_the_bits_of_two_steps(kind: ActivationKind, dtyp
         for tokens in (9, 400):
             x, ids, _ = batch(tokens, dtype, 5, k=448)
             x *= 4
-            route, tiles = plan_sort(ids, 5, config.block_t)
-            work, end = tiled_items(route, tiles), int(route.expert_offsets[-1])
+            route, work = plan_items(ids, 5, config.block_t)
+            end = int(route.expert_offsets[-1])
             y1 = grouped_gate_up(x, weights, work, TOP_K, config, None)[:end]
             h = grouped_gate_up(x, weights, work, TOP_K, config, activation)[:end]
             assert y1.shape[1] == halves * 320

@@ -8,8 +8,8 @@ from torch import Tensor
 from fanfold.errors import ArgumentError, UnavailableError
 from fanfold.kernels.common.device import arch_of
 from fanfold.kernels.grouped.sm90.config import Sm90Config, check_config
-from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights, describe
+from fanfold.spec.work import WorkItems
 
 ARCH = 90
 DTYPES = (torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 
@@ -21,6 +21,22 @@ MOST_SCALES = 4
 """Scales (of all slabs) a stage that a thread holds for a row, where they are on the sum; more spill."""
 FAMILIES = {"int4": ("int4",), "nvfp4": ("nvfp4", "mxfp4"), "mxfp4": ("mxfp4", "nvfp4")}
 """Formats whose rows of the table are taken, by preference."""
+
+
+@dataclass(frozen=True)
+class LayerConfigs:
+    """What a layer runs with.
+
+    Attributes:
+        gate_up, down: configs; both have one `block_t`, that of the work list.
+        chained: whether to chain the launches.
+        row: of the tuned table, where they come from.
+    """
+
+    gate_up: Sm90Config
+    down: Sm90Config
+    chained: bool
+    row: TunedLayer
 
 
 def config_for(
@@ -41,7 +57,8 @@ def config_for(
     Returns:
         gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
     """
-    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, split, False)
+    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, split)
+    return found.gate_up, found.down, found.chained
 
 
 def pinned_config(
@@ -52,7 +69,8 @@ def pinned_config(
     Sums run over K in one order whatever the tile, so tiles may follow the number of rows. What is pinned is where the
     scale is applied (to the weights) and that K is not split; no table can change that.
     """
-    return _configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, False, True)
+    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, split=False, pinned=True)
+    return found.gate_up, found.down, found.chained
 
 
 def fit(config: Sm90Config, sizes: Sizes, gate_up: bool) -> Sm90Config:
@@ -104,7 +122,7 @@ def _sizes(gate_up: FragmentWeights, down: FragmentWeights) -> tuple[Sizes, Size
 
 
 @cache
-def _configs(
+def layer_configs(
     gate_up: Sizes,
     down: Sizes,
     hidden: int,
@@ -112,9 +130,18 @@ def _configs(
     experts: int,
     tokens: int,
     top_k: int,
-    split: bool,
-    pinned: bool,
-) -> tuple[Sm90Config, Sm90Config, bool]:
+    split: bool = True,
+    pinned: bool = False,
+) -> LayerConfigs:
+    """`config_for` (or `pinned_config`) by sizes alone, without weights.
+
+    Args:
+        gate_up, down: format, rows and K, both `padded`.
+        hidden, intermediate, experts: H, I, E.
+        tokens, top_k: T, k.
+        split: see `config_for`.
+        pinned: see `pinned_config`.
+    """
     family = gate_up[0].kind if gate_up[0].kind in FP4_GROUPS else "int4"
     row = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens))
     first, second = row.gate_up, row.down
@@ -122,7 +149,8 @@ def _configs(
         second = replace(second, parts=1)
     if pinned:
         first, second = _on_weights(first), _on_weights(second)
-    return fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False), row.chained
+    first, second = fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False)
+    return LayerConfigs(first, second, row.chained, row)
 
 
 def _nearest(family: str, layer: tuple[int, int, int, int], tokens: int) -> TunedLayer:

@@ -11,10 +11,10 @@ from fanfold.errors import ArgumentError
 from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.checks import ALIGNMENT, LARGEST, check_arguments, check_device
 from fanfold.kernels.grouped.sm90.config import Sm90Config
-from fanfold.kernels.grouped.sm90.items import WorkItems
 from fanfold.kernels.grouped.sm90.reorder import reorder
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.spec.activation import Activation
+from fanfold.spec.work import WorkItems
 
 
 def grouped_gate_up(

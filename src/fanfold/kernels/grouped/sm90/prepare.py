@@ -15,12 +15,10 @@ from fanfold.kernels.grouped.sm90.act_order import sorted_inputs
 from fanfold.kernels.grouped.sm90.fragments import TILE, e2m1_words, interleave, to_fragments
 from fanfold.kernels.grouped.sm90.scale_bytes import LARGEST_E4M3, LARGEST_E8M0, from_e4m3, from_e8m0
 from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS, refusal
-from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
+from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights, padded
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
-PADDING = 2 * TILE
-"""Rows and inputs are padded to multiples of this, so that a stage of 128 inputs and 128 rows a program always fit."""
 AT_ONCE = 2**26
 """Codes that are unpacked at once, a byte each."""
 
@@ -85,7 +83,7 @@ def _prepare(
         _check_scale_bytes(fmt, stored.view(torch.uint8))
     else:
         _check_exact(fmt, stored)
-    rows, padded_k = (-(-size // PADDING) * PADDING for size in (n * halves, k))
+    rows, padded_k = padded(n * halves), padded(k)
     slabs, tiles = rows // TILE, padded_k // TILE
     shape = (experts, slabs, tiles if fp4 else padded_k // fmt.group_size, TILE)
     kind = SCALES.get(fp4, torch.float16)

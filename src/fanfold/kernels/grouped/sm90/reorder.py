@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fanfold.kernels.grouped.sm90.items import WorkItems
+from fanfold.spec.work import WorkItems
 
 ROWS = 8
 """Rows of a program, which reads the order once."""

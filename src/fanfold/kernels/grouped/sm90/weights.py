@@ -14,6 +14,8 @@ from fanfold.kernels.grouped.sm90.fragments import TILE, WORDS
 from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS
 from fanfold.spec.weight_format import WeightFormat
 
+PADDING = 2 * TILE
+"""Rows and inputs are padded to multiples of this, so that a stage of 128 inputs and 128 rows a program always fit."""
 SCALES = {16: torch.int32, 32: torch.int16}
 """Dtype of a row's scales of a tile of E2M1 codes, by group."""
 
@@ -113,6 +115,11 @@ class FragmentWeights:
     def fp4_group(self) -> int:
         """Codes that share a scale, of E2M1 codes; 0 for integers."""
         return FP4_GROUPS.get(self.format.kind, 0)
+
+
+def padded(size: int) -> int:
+    """Rows or inputs, as they are held."""
+    return -(-size // PADDING) * PADDING
 
 
 def _check(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, words: Tensor) -> None:
