@@ -10,12 +10,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fanfold.kernels.lora.sizes import FEW_ROWS as FEW_ROWS
 from fanfold.spec.activation import Activation
 from fanfold.spec.adapters import AdapterTable
 from fanfold.spec.weights import ExpertWeights
-
-FEW_ROWS = 128
-"""Up to here rows are folded one by one: a plan costs more than reading pairs again from the L2 cache."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from fanfold.kernels.lora.launch import fold_down, fold_gate_up
 from fanfold.kernels.lora.operands import Source
 from fanfold.kernels.lora.plan import order_rows
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
-from fanfold.layers.implementations import FEW_ROWS, Adapters
+from fanfold.layers.implementations import Adapters
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.adapters import AdapterRows, AdapterTable
