@@ -205,19 +205,6 @@ def test_verify_fails_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(printed.stdout)["logits"]["relative_error"] is None
 
 
-# explain
-
-
-def test_explain() -> None:
-    arguments = ["--shape", "16", "256", "128", "--format", "gptq4-g128", "--rows", "8"]
-    here = call("explain", *arguments)
-    assert here.exit_code == 0
-    assert "runs      reference" in here.stdout
-    there = call("explain", *arguments, "--arch", "90", "--json")
-    assert json.loads(there.stdout) == fanfold.explain((16, 256, 128), "gptq4-g128", "90", 8)
-    assert call("explain", "--shape", "16", "256", "128", "--format", "gptq5").exit_code == 2
-
-
 # demo
 
 

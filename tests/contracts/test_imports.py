@@ -79,6 +79,18 @@ print(*experts(hidden, torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])).shape
     assert fresh(without("transformers", "triton") + code) == "1 64"
 
 
+def test_explain_needs_no_triton() -> None:
+    checkpoint = str(SRC.parent / "examples" / "tiny-moe" / "gptq-int4")
+    code = f"""
+from fanfold.explanation import explain, explain_checkpoint
+answers = [explain((128, 2048, 768), "gptq4-g128", arch, 128, 8, adapters=2) for arch in (90, 80)]
+answers += explain_checkpoint({checkpoint!r}, 90, 1)["answers"]
+print(*[answer["chosen"] for answer in answers])
+"""
+    printed = fresh(without("triton", "transformers", "rich", "typer") + code)
+    assert printed == "grouped_int4_sm90 grouped grouped_int4_sm90"
+
+
 def test_inspect_needs_no_optional_package() -> None:
     golden = SRC.parent / "tests" / "golden"
     folders = [str(golden / name) for name in ("ct_qwen3moe_nvfp4", "peft_qwen3moe_target_parameters")]

@@ -30,6 +30,13 @@ def test_number_of_experts_stated_twice():
     )
 
 
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"])
+def test_experts_of_a_token_under_every_name(name: str):
+    assert config(**{name: 6}).top_k == 6
+    assert config(text_config={name: 4}).top_k == 4
+    assert config().top_k is None
+
+
 @pytest.mark.parametrize("value", [0, -1, True, 8.0, "8", [8], {}])
 @pytest.mark.parametrize("name", ["num_experts", "hidden_size"])
 def test_sizes_that_are_none(name: str, value: Any):

@@ -12,6 +12,8 @@ from fanfold.spec.activation import Activation
 
 # Field names met for the number of experts, in this order.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Field names met for the experts of a token, in this order.
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 # Families whose fused expert weights are (E, inputs, outputs); those of all others are (E, outputs, inputs).
 TRANSPOSED = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"})
 # Families met in either order: their first checkpoints are transposed, transformers 5 saves them as it holds them.
@@ -97,6 +99,15 @@ class ModelConfig:
                 next_step="Correct config.json.",
             )
         return next(iter(found.values()), None)
+
+    @property
+    def top_k(self) -> int | None:
+        """k, under whichever name the file has it.
+
+        Raises:
+            ConfigError: no positive number.
+        """
+        return next((self._size(name) for name in TOP_K if self.fields.get(name) is not None), None)
 
     @property
     def gated(self) -> bool:

@@ -54,6 +54,17 @@ class WeightFormat:
                 next_step="Correct group_size in the checkpoint's quantization config.",
             )
 
+    def run(self, k: int) -> int:
+        """Consecutive inputs of k, from a multiple of that number on, that certainly share a scale group.
+
+        Returns:
+            A power of two; 0 where one group, or none, spans all K.
+        """
+        if self.act_order:
+            return 1
+        size = self.block[1] if self.block is not None else self.group_size
+        return 0 if size == -1 or size >= k else size & -size
+
     def activation_group(self, k: int) -> int:
         """Inputs that share a scale of activations in 8 bits: those of an FP8 block, all of K without blocks."""
         return k if self.block is None or self.block[1] == -1 else min(self.block[1], k)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MANY_TOKENS = 64  # from here on a program takes 1024 columns; below, more and smaller programs fill the GPU
+from fanfold.kernels.combine.config import columns
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def combine(
         return out
     if y2.stride(-1) != 1:
         y2 = y2.contiguous()
-    block = 1024 if tokens >= MANY_TOKENS else 256
+    block = columns(tokens)
     combine_kernel[(tokens, triton.cdiv(hidden, block))](
         y2,
         topk_ids.contiguous(),

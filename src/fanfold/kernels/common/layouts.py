@@ -88,15 +88,8 @@ def layout_of_8_bit_product(weights: ProjectionWeights) -> Layout:
 
 
 def run_of(fmt: WeightFormat, k: int) -> int:
-    """Consecutive inputs, from a multiple of that number on, that certainly share a scale group.
-
-    Returns:
-        A power of two; 0 where one group, or none, spans all K.
-    """
-    if fmt.act_order:
-        return 1
-    size = fmt.block[1] if fmt.block is not None else fmt.group_size
-    return 0 if size == -1 or size >= k else size & -size
+    """`WeightFormat.run`."""
+    return fmt.run(k)
 
 
 def _dense(weights: ProjectionWeights) -> Layout:

@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 
-from fanfold.kernels.common.layouts import run_of
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weight_format import WeightFormat
 
@@ -33,6 +32,8 @@ class Table:
     fused: Mapping[Family, Mapping[int, LaunchConfig]]
 
 
+LARGE = (90, 100)
+"""Compute capabilities that take the first table; all others the second."""
 _FP32 = {16: LaunchConfig(32, 32, 16, 4, 2)}
 # sm_90, sm_100: 227 KiB of shared memory.
 _LARGE = Table(
@@ -187,18 +188,23 @@ def all_configs(
             yield config, fused
 
 
+def family_of(fmt: WeightFormat, dtype: torch.dtype, w8a8: bool = False) -> Family:
+    """The rows of the table that a projection's config comes from."""
+    if dtype == torch.float32:
+        return "fp32"
+    if w8a8:
+        return "w8a8"
+    dense = (fmt.kind, dtype) in (("bf16", torch.bfloat16), ("fp16", torch.float16))
+    return "dense" if dense else "packed"
+
+
 def _config(
     fmt: WeightFormat, k: int, dtype: torch.dtype, arch: int, block_t: int, fused: bool, w8a8: bool
 ) -> LaunchConfig:
-    table = _LARGE if arch in (90, 100) else _SMALL
-    family: Family = "packed"
-    if dtype == torch.float32:
-        family, block_t = "fp32", 16
-    elif w8a8:
-        family = "w8a8"
-    elif (fmt.kind, dtype) in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        family = "dense"
-    run = run_of(fmt, k)
+    table = _LARGE if arch in LARGE else _SMALL
+    family = family_of(fmt, dtype, w8a8)
+    block_t = 16 if family == "fp32" else block_t
+    run = fmt.run(k)
     config = (table.fused if fused else table.alone)[family][block_t]
     if w8a8:
         return replace(config, block_k=min(config.block_k, run or config.block_k), scale_on_sum=run != 0)

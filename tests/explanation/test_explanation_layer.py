@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import fanfold
 from fanfold import explain
+from fanfold.bench.adapters import pair_bytes, pair_flops
+from fanfold.bench.batches import random_routing
+from fanfold.bench.jobs import LayerShape
 from fanfold.errors import ArgumentError, UnsupportedError
 from fanfold.explanation import matrix_bytes
 from fanfold.spec import ExpertShape, WeightFormat
@@ -45,18 +49,25 @@ def test_bytes_are_those_of_real_experts(name: str) -> None:
 def test_a_few_rows_on_an_h200_are_bound_by_reading() -> None:
     found = explain(ExpertShape(E, H, INNER), WeightFormat.parse("gptq4-g128"), 90, 4)
     read = 4 * 3 * (65536 + 2048)
-    assert found == {
-        "shape": {"num_experts": E, "hidden": H, "intermediate": INNER},
-        "format": "gptq4-g128",
-        "arch": "sm_90",
-        "rows": 4,
-        "chosen": "grouped_int4_sm90",
-        "rejected": found["rejected"],
-        "weight_bytes": read,
-        "flops": 2 * 4 * 3 * H * INNER,
-        "floor_us": pytest.approx(read / 4.4e6),
-        "floor_of": "H200",
-    }
+    assert (
+        found.items()
+        >= {
+            "shape": {"num_experts": E, "hidden": H, "intermediate": INNER},
+            "format": "gptq4-g128",
+            "arch": "sm_90",
+            "dtype": "bfloat16",
+            "rows": 4,
+            "tokens": 4,
+            "top_k": 1,
+            "adapters": 0,
+            "rank": None,
+            "chosen": "grouped_int4_sm90",
+            "weight_bytes": read,
+            "flops": 2 * 4 * 3 * H * INNER,
+            "floor_us": pytest.approx(read / 4.4e6),
+            "floor_of": "H200",
+        }.items()
+    )
     assert "a check, not an engine" in found["rejected"]["reference"]
 
 
@@ -85,8 +96,45 @@ def test_the_format_of_a_checkpoint_is_understood() -> None:
     assert explain((experts, hidden, intermediate), up["format"], "cpu", 8)["format"] == "gptq4-g128-v1"
 
 
+def test_adapters_by_hand() -> None:
+    """3 tokens of 2 experts, 2 adapters of rank 12, which are stored as 16: 6 rows meet 6 of 16 pairs at most."""
+    base = explain((E, H, INNER), "gptq4-g128", 90, 6, 2)
+    found = explain((E, H, INNER), "gptq4-g128", 90, 6, 2, adapters=2, rank=12)
+    one = 3 * (H + INNER)
+    assert found["parts"]["pairs"] == {"bytes": 6 * one * 16 * 2, "flops": 2 * 6 * one * 12}
+    assert (found["pair_bytes"], found["weight_bytes"]) == (6 * one * 32, base["weight_bytes"])
+    assert found["flops"] == base["flops"] + 144 * one
+    assert found["floor_us"] == pytest.approx((base["weight_bytes"] + 6 * one * 32) / 4.4e6)
+    # hidden and result 3 rows of H; h and y2 6 rows of I and of H, written and read; gate and up with adapters too
+    numbers = 2 * 3 * H + 2 * 6 * INNER + 2 * 6 * H
+    assert base["parts"]["activations"]["bytes"] == 2 * numbers
+    assert found["parts"]["activations"]["bytes"] == 2 * (numbers + 2 * 2 * 6 * INNER)
+    assert "pairs" not in base["parts"]
+
+
+def test_pairs_are_those_of_bench() -> None:
+    shape = LayerShape("", ExpertShape(E, H, INNER), 2)
+    found = explain(shape.experts, "mxfp4", 90, 2, 2, adapters=5, rank=20)["parts"]["pairs"]
+    assert found["bytes"] == 2 * pair_bytes(shape, 20, torch.bfloat16)
+    assert found["flops"] == 2 * pair_flops(shape, 20)
+
+
+def test_uniform_routing_meets_as_many_experts_as_it_says() -> None:
+    experts, top_k, tokens = 16, 4, 5
+    found = explain((experts, H, INNER), "nvfp4", 90, tokens * top_k, top_k)
+    met = [len(random_routing("uniform", tokens, experts, top_k, seed)[0].unique()) for seed in range(400)]
+    assert found["uniform"]["experts"] == pytest.approx(sum(met) / len(met), rel=0.02)
+    assert found["uniform"]["experts"] == pytest.approx(16 * (1 - 0.75**5))
+    share = found["uniform"]["experts"] / experts
+    assert found["uniform"]["floor_us"] == pytest.approx(found["floor_us"] * share)
+
+
 WRONG: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "rows": (((E, H, INNER), "bf16", 90, -1), ArgumentError, "rows: found -1"),
+    "rows of no token": (((E, H, INNER), "bf16", 90, 7, 2), ArgumentError, "rows: found 7, top_k 2"),
+    "top_k": (((E, H, INNER), "bf16", 90, 7, 0), ArgumentError, "top_k 0"),
+    "adapters": (((E, H, INNER), "bf16", 90, 1, 1, -1), ArgumentError, "adapters, rank: found -1, 16"),
+    "rank": (((E, H, INNER), "bf16", 90, 1, 1, 2, 513), ArgumentError, "adapters, rank: found 2, 513"),
     "arch": (((E, H, INNER), "bf16", "h200", 1), ArgumentError, "arch: found 'h200'"),
     "format": (((E, H, INNER), "int4", 90, 1), UnsupportedError, "found 'int4'"),
     "sizes": (((E, H, 0), "bf16", 90, 1), ArgumentError, r"ExpertShape\.intermediate: found 0"),

@@ -1,0 +1,196 @@
+"""Launches: the kernels of a call in order, each with its config and where that comes from.
+
+What `layers/implementations` does, told without tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fanfold.explanation.work import Batch
+from fanfold.kernels.combine.config import columns
+from fanfold.kernels.grouped.configs import LARGE, config_for, family_of
+from fanfold.kernels.grouped.sm90.config import Sm90Config, misfits
+from fanfold.kernels.grouped.sm90.configs import Sizes, layer_configs
+from fanfold.kernels.grouped.sm90.tuned import TABLE
+from fanfold.kernels.grouped.sm90.weights import padded
+from fanfold.kernels.lora.config import GATHER_TILE, takes_one_launch
+from fanfold.kernels.lora.config import config_for as fold_config_for
+from fanfold.kernels.lora.sizes import row_tile
+from fanfold.layers.implementations import FEW_ROWS
+from fanfold.spec.job import LayerJob
+from fanfold.spec.launch import LaunchConfig
+from fanfold.spec.weight_format import WeightFormat
+
+Step = dict[str, Any]
+GROUP_MEASURED = 128
+"""Group size of the integers that the table's times were measured with."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What runs, in order.
+
+    Attributes:
+        steps: `step`, `kernel` (its folder), `config` (its name, or what stands for one), `settings` (the config's
+            fields), `from` (the config of the row of the table, or where the config comes from) and `changed` (why it
+            is not that of the row).
+        table: the row of the tuned table, and the table's machine; None where there is no table.
+        expected: microseconds a step that this very layer and number of tokens have been measured at; None: not
+            measured.
+    """
+
+    steps: list[Step]
+    table: dict[str, Any] | None = None
+    expected: dict[str, float] | None = None
+
+
+def launches(implementation: str | None, job: LayerJob, batch: Batch, arch: str) -> Launches:
+    """The launches of one call.
+
+    Args:
+        implementation: of `select`; the reference, and None, launch nothing.
+        job: the layer.
+        batch: what it is called with.
+        arch: `sm_NN`, or cpu.
+    """
+    if batch.rows == 0 or implementation not in _LAUNCHES:
+        return Launches([])
+    return _LAUNCHES[implementation](job, batch, int(arch.removeprefix("sm_")))
+
+
+def _grouped(job: LayerJob, batch: Batch, arch: int) -> Launches:
+    """Of `implementations/grouped.py`: act-order is sorted by group when the layer is loaded."""
+    up, down = (replace(fmt, act_order=False) for fmt in (job.gate_up, job.down))
+    experts, fused = job.shape.num_experts, batch.adapters == 0
+    first = config_for(up, job.shape.hidden, job.dtype, arch, batch.rows, experts, fused)
+    second = config_for(down, job.shape.intermediate, job.dtype, arch, batch.rows, experts)
+    table = f"configs.py, {'227' if arch in LARGE else '99'} KiB"
+
+    def product(step: str, fmt: WeightFormat, config: LaunchConfig, fused: bool) -> Step:
+        row = (
+            f"{family_of(fmt, job.dtype)}, {'with the activation' if fused else 'alone'}, {config.block_t} rows a tile"
+        )
+        return _step(step, "kernels/grouped", config.name, asdict(config), f"{table}: {row}")
+
+    steps = [
+        *_plan(batch, first.block_t),
+        *_order("x", job.gate_up, "kernels/grouped/act_order"),
+        product("gate_up", up, first, fused),
+        *_fold("gate_up", job, batch, arch),
+        *_order("h", job.down, "kernels/grouped/act_order"),
+        product("down", down, second, False),
+        *_fold("down", job, batch, arch),
+        _sum(batch),
+    ]
+    return Launches(steps)
+
+
+def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
+    """Of `implementations/grouped_int4_sm90.py`: down's act-order costs no launch."""
+    shape, alone = job.shape, batch.adapters == 0
+    gate_up = job.gate_up, padded(shape.halves * shape.intermediate), padded(shape.hidden)
+    down = job.down, padded(shape.hidden), padded(shape.intermediate)
+    sizes = shape.hidden, shape.intermediate, shape.num_experts
+    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k, split=alone)
+    row = found.row
+
+    def product(step: str, config: Sm90Config, start: Sm90Config, sizes: Sizes) -> Step:
+        changed = list(misfits(start, *sizes, step == "gate_up")) if config != start else []
+        if config != start and not changed:
+            changed = ["one part, with adapters" if config.parts < start.parts else "scales that fit in registers"]
+        chained = {"chained": found.chained and alone}
+        return _step(step, "kernels/grouped/sm90", config.name, asdict(config) | chained, start.name, changed)
+
+    steps = [
+        *_plan(batch, found.gate_up.block_t),
+        *_order("x", job.gate_up, "kernels/grouped/sm90/reorder"),
+        product("gate_up", found.gate_up, row.gate_up, gate_up),
+        *_fold("gate_up", job, batch, arch),
+        product("down", found.down, row.down, down),
+        *_fold("down", job, batch, arch),
+        _sum(batch),
+    ]
+    layer = shape.num_experts, batch.top_k, shape.hidden, shape.intermediate
+    same = layer == (row.experts, row.top_k, row.hidden, row.intermediate)
+    measured = same and alone and row.tokens == batch.tokens and _as_measured(job, row.format)
+    names = ("format", "experts", "top_k", "hidden", "intermediate", "tokens", "run")
+    header = json.loads(TABLE.read_text())
+    return Launches(
+        steps,
+        {name: getattr(row, name) for name in names}
+        | {"table": TABLE.name, "gpu": header["gpu"], "measured": header["measured"], "same_layer": same},
+        dict(row.us) if measured else None,
+    )
+
+
+_LAUNCHES: dict[str | None, Callable[[LayerJob, Batch, int], Launches]] = {
+    "grouped": _grouped,
+    "grouped_int4_sm90": _grouped_int4_sm90,
+}
+
+
+def _as_measured(job: LayerJob, family: str) -> bool:
+    """Whether the table's times were measured with such weights."""
+    integers = family == "int4"
+    return job.shape.gated and all(
+        (fmt.group_size == GROUP_MEASURED and not fmt.act_order) if integers else fmt.kind == family
+        for fmt in (job.gate_up, job.down)
+    )
+
+
+def _plan(batch: Batch, block_t: int) -> list[Step]:
+    """Rows in expert order, and with many rows those of each adapter; a single token needs none."""
+    if batch.tokens == 1:
+        return []
+    steps = [_step("plan", "routing/plan", f"t{block_t}", {"block_t": block_t})]
+    if batch.adapters and not _few(batch):
+        steps.append(_step("adapter plan", "kernels/lora/plan"))
+    return steps
+
+
+def _few(batch: Batch) -> bool:
+    """Whether rows are folded one by one."""
+    return batch.tokens == 1 or batch.rows <= FEW_ROWS
+
+
+def _order(what: str, fmt: WeightFormat, kernel: str) -> list[Step]:
+    return [_step(f"order of {what}", kernel)] if fmt.act_order else []
+
+
+def _fold(step: str, job: LayerJob, batch: Batch, arch: int) -> list[Step]:
+    """The adapters of a product: one launch, or two where the rank is large."""
+    if not batch.adapters:
+        return []
+    tile = GATHER_TILE if _few(batch) else row_tile(batch.rows, job.shape.num_experts, batch.adapters)
+    config = fold_config_for(batch.rank, tile, job.dtype, arch)
+    name = f"t{tile}-r{config.block_r}-k{config.block_k}-n{config.block_n}-w{config.num_warps}-s{config.num_stages}"
+    settings = asdict(config) | {"tile": tile}
+    names = ["fold"] if takes_one_launch(batch.rank) else ["shrink", "expand"]
+    return [_step(f"{step} {one}", "kernels/lora", name, settings) for one in names]
+
+
+def _sum(batch: Batch) -> Step:
+    block = columns(batch.tokens)
+    return _step("sum", "kernels/combine", f"n{block}", {"columns": block})
+
+
+def _step(
+    step: str,
+    kernel: str,
+    config: str | None = None,
+    settings: dict[str, Any] | None = None,
+    source: str | None = None,
+    changed: list[str] | None = None,
+) -> Step:
+    return {
+        "step": step,
+        "kernel": kernel,
+        "config": config,
+        "settings": settings or {},
+        "from": source,
+        "changed": changed or [],
+    }

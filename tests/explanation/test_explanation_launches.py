@@ -1,0 +1,120 @@
+"""launches: the configs that layers run with, in the order of their steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fanfold import explain
+from fanfold.kernels.combine.config import columns
+from fanfold.kernels.grouped.configs import config_for
+from fanfold.kernels.grouped.sm90.tuned import read_table
+from fanfold.kernels.lora.config import config_for as fold_config_for
+from fanfold.kernels.lora.sizes import row_tile
+from fanfold.layers.implementations import FEW_ROWS
+from fanfold.spec import WeightFormat
+
+QWEN = 128, 2048, 768
+
+
+def steps(answer: dict[str, Any]) -> list[str]:
+    return [step["step"] for step in answer["launches"]]
+
+
+def step(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(step for step in answer["launches"] if step["step"] == name)
+
+
+def test_layers_of_the_table_run_with_its_rows_and_have_its_times() -> None:
+    for row in read_table():
+        name = "gptq4-g128" if row.format == "int4" else row.format
+        shape = row.experts, row.hidden, row.intermediate
+        found = explain(shape, name, 90, row.tokens * row.top_k, row.top_k)
+        assert steps(found) == ["plan", "gate_up", "down", "sum"][row.tokens == 1 :]
+        for projection, config in (("gate_up", row.gate_up), ("down", row.down)):
+            ran = step(found, projection)
+            assert (ran["config"], ran["from"], ran["changed"]) == (config.name, config.name, [])
+            assert ran["settings"]["chained"] == row.chained
+        assert found["expected_us"] == row.us
+        assert found["table"]["same_layer"]
+        assert (found["table"]["tokens"], found["table"]["run"]) == (row.tokens, row.run)
+        assert found["uniform"]["floor_us"] < row.us["layer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "top_k", "adapters"),
+    [
+        ("gptq4-g128", 17, 8, 0),  # another number of tokens
+        ("gptq4-g128", 16, 4, 0),  # another layer
+        ("gptq4-g128", 16, 8, 1),
+        ("gptq4-g64", 16, 8, 0),
+        ("gptq4-g128-actorder", 16, 8, 0),
+        ("mxfp4", 16, 8, 0),
+    ],
+)
+def test_no_time_is_expected_of_what_was_not_measured(name: str, tokens: int, top_k: int, adapters: int) -> None:
+    found = explain(QWEN, name, 90, tokens * top_k, top_k, adapters)
+    assert found["chosen"] == "grouped_int4_sm90"
+    assert found["expected_us"] is None
+
+
+def test_a_config_that_does_not_fit_says_why() -> None:
+    """Of the nearest layer, K of down in steps of 256: 192 inputs of down, padded to 256, have no two of them."""
+    found = explain((128, 2048, 192), "gptq4-g64", 90, 128, 8)
+    assert not found["table"]["same_layer"]
+    down = step(found, "down")
+    assert down["config"] != down["from"]
+    assert "at least two steps of block_k" in down["changed"]
+
+
+def test_adapters_leave_down_in_one_part() -> None:
+    """Mixtral's down has 4 parts for one token; and launches with a fold between them are not chained."""
+    alone, adapted = (explain((8, 4096, 14336), "gptq4-g128", 90, 2, 2, adapters) for adapters in (0, 3))
+    assert step(alone, "down")["settings"]["parts"] > 1
+    assert step(adapted, "down")["settings"]["parts"] == 1
+    assert step(adapted, "down")["changed"] == ["one part, with adapters"]
+    assert [step(found, "gate_up")["settings"]["chained"] for found in (alone, adapted)] == [True, False]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("name", ["bf16", "gptq3-g128", "fp8-block128x128", "gptq8-g32-actorder"])
+@pytest.mark.parametrize(("tokens", "top_k", "adapters"), [(1, 8, 0), (50, 8, 0), (3000, 4, 0), (300, 8, 2)])
+def test_the_portable_product(name: str, arch: int, tokens: int, top_k: int, adapters: int) -> None:
+    found = explain(QWEN, name, arch, tokens * top_k, top_k, adapters)
+    assert found["chosen"] == "grouped"
+    fmt = WeightFormat.parse(name.removesuffix("-actorder"))  # sorted when loaded
+    for projection, k, fused in (("gate_up", 2048, adapters == 0), ("down", 768, False)):
+        wanted = config_for(fmt, k, torch.bfloat16, arch, tokens * top_k, 128, fused)
+        assert step(found, projection)["config"] == wanted.name
+        memory = "227 KiB" if arch == 90 else "99 KiB"
+        family = "dense" if name == "bf16" else "packed"
+        assert step(found, projection)["from"].startswith(f"configs.py, {memory}: {family}, ")
+    assert ("order of x" in steps(found)) == ("order of h" in steps(found)) == (fmt.name != name)
+    assert step(found, "sum")["settings"] == {"columns": columns(tokens)}
+    assert found["table"] is None
+
+
+def test_steps_with_adapters() -> None:
+    few = explain(QWEN, "gptq4-g128-actorder", 90, FEW_ROWS, 8, 4, rank=32)
+    wanted = ["plan", "order of x", "gate_up", "gate_up fold", "down", "down fold", "sum"]
+    assert steps(few) == wanted
+    many = explain(QWEN, "bf16", 90, 8 * FEW_ROWS, 8, 4, rank=64)
+    between = ["gate_up", "gate_up shrink", "gate_up expand", "down", "down shrink", "down expand"]
+    assert steps(many) == ["plan", "adapter plan", *between, "sum"]
+    assert steps(explain(QWEN, "bf16", 90, 8, 8, 4)) == ["gate_up", "gate_up fold", "down", "down fold", "sum"]
+    for answer, name, tile, rank in (
+        (few, "gate_up fold", 8, 32),
+        (many, "down expand", row_tile(8 * FEW_ROWS, 128, 4), 64),
+    ):
+        settings = dict(step(answer, name)["settings"])
+        assert settings.pop("tile") == tile
+        assert settings == vars(fold_config_for(rank, tile, torch.bfloat16, 90))
+
+
+def test_nothing_is_launched() -> None:
+    assert explain(QWEN, "bf16", "cpu", 8)["launches"] == []
+    assert explain(QWEN, "bf16", 90, 0)["launches"] == []
+    old = explain(QWEN, "bf16", 70, 8)
+    assert (old["chosen"], old["launches"]) == (None, [])
