@@ -20,6 +20,7 @@ PAGE = (RESULTS / "README.md").read_text()
 FILES = sorted(RESULTS.glob("int4_run*.jsonl"))
 BENCH = sorted(RESULTS.glob("bench_*.jsonl"))
 GROUPED = sorted(RESULTS.glob("grouped_*.jsonl"))
+LORA = sorted(RESULTS.glob("lora_run*.jsonl"))  # test_lora_results.py
 PRODUCT = {"shape", "T", "what", "us", "cfg"}
 LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
 # Values of a config by run, as the README has them.
@@ -104,4 +105,4 @@ def test_rows_of_the_portable_product() -> None:
 
 
 def test_every_stored_file_is_of_one_kind() -> None:
-    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED])
+    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED, *LORA])
