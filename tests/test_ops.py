@@ -21,7 +21,9 @@ from graphs import check_replays
 from samples import SILU, numbers, random_experts, random_routing, relative_error, sample
 
 E, H, INNER, T, K = 6, 64, 32, 9, 2
-NAMES = [name for name in ops.OPS if not name.startswith("lora_")]  # those: test_ops_lora.py
+NAMES = [
+    name for name in ops.OPS if not name.startswith(("lora_", "nvfp4_"))
+]  # those: test_ops_lora.py, test_ops_nvfp4.py
 FORMATS = ["bf16", "gptq4-g32-asym-v1-actorder", "awq4-g32", "packed8-channel", "nvfp4", "mxfp4", "fp8-block32x32"]
 PLACES = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 # Inductor imports parts of torch that torch itself has deprecated.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fanfold.errors import InferenceOnlyError
 from fanfold.kernels.lora import by_address
 from fanfold.kernels.lora import reference as reference_lora
 from fanfold.kernels.lora.sizes import work_items
-from fanfold.ops.op import Op
+from fanfold.ops.op import Op, refuse_gradients
 from fanfold.spec.adapters import AdapterRows, AdapterTable, AdapterWork
 from fanfold.spec.route import Route
 
@@ -183,13 +182,7 @@ def _route(expert_offsets: Tensor, sorted_rows: Tensor, top_k: int) -> Route:
 
 
 def _refuse_gradients(*tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise InferenceOnlyError(
-            "the LoRA fold",
-            found="a tensor that requires a gradient",
-            expected="inference only",
-            next_step="Run under torch.no_grad() or torch.inference_mode().",
-        )
+    refuse_gradients("the LoRA fold", *tensors)
 
 
 OPS = {

@@ -43,6 +43,21 @@ def register(name: str, op: Op) -> None:
         torch.library.register_autograd(f"fanfold::{name}", _refuse_backward, lib=LIBRARY)
 
 
+def refuse_gradients(what: str, *tensors: Tensor) -> None:
+    """For an operation that changes an argument in place.
+
+    Raises:
+        InferenceOnlyError: a gradient would pass through it.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise InferenceOnlyError(
+            what,
+            found="a tensor that requires a gradient",
+            expected="inference only",
+            next_step="Run under torch.no_grad() or torch.inference_mode().",
+        )
+
+
 def _refuse_backward(ctx: Any, *grads: Tensor) -> Tensor:
     raise InferenceOnlyError(
         "backward through a fanfold operation",

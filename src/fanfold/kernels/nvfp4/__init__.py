@@ -1,0 +1,1 @@
+"""NVFP4 as matrix units want it: packed activations, swizzled scales, products of both operands in 4 bits (W4A4)."""

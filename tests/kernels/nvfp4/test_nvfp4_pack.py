@@ -1,0 +1,107 @@
+"""The packing kernel has the bits of the reference: rows of both rules, gathered or not, and weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nvfp4_cases import awkward_rows, code_edges, rows_of_scales, rows_with_scale
+from torch import Tensor
+
+from compiling import check_fits, compile_kernel
+from fanfold.formats import nvfp4
+from fanfold.kernels.nvfp4 import pack, reference, weights
+from fanfold.spec import WeightFormat
+from graphs import check_replays, same_bits
+from interpreter import run_in_interpreter
+from samples import numbers
+
+K = 80  # five groups, of a block of eight
+
+
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+def check(x: Tensor, gs: Tensor | None, device: str, ids: Tensor | None = None, ties: str | None = None) -> None:
+    given = [None if tensor is None else tensor.to(device) for tensor in (gs, ids)]
+    for found, wanted in zip(
+        pack.pack_rows(x.to(device), *given, ties), reference.pack_rows(x, gs, ids, ties), strict=True
+    ):
+        assert same_bits(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_every_edge_of_codes_and_scales(levels: int, device: str) -> None:
+    """One long row each, so that few programs have all groups."""
+    codes, scales = rows_with_scale(code_edges()).view(1, -1), rows_of_scales().view(1, -1)
+    one = None if levels == 1 else torch.ones(1)
+    for ties in ("even", "zero"):
+        check(codes, one, device, ties=ties)
+    check(scales, one, device)
+    if levels == 2:  # steps that are no power of two, a scale of 0, saturation
+        for gs in (0.3, 1.7e-3, 1e4, 1e-9):
+            check(codes * gs, torch.full((1,), gs), device)
+            check(codes, torch.full((1,), gs), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_gathered_by_token(dtype: torch.dtype, device: str) -> None:
+    x = awkward_rows(K).to(dtype)
+    ids = torch.tensor([3, 0, 8, 8, 2, -1, 9], dtype=torch.int32)
+    gs = torch.tensor([0.1, 1.0, 3.0, 1e-4, 2.0, 1.0, 1.0])
+    check(x, None, device)
+    check(x, None, device, ids)
+    check(x, gs, device, ids)
+    check(x[:7], gs, device)
+    wide = torch.cat([x, x], dim=1)
+    check(wide[:, :K], None, device)  # rows lie apart
+    check(x[:0], None, device)
+
+
+def test_nan_and_infinity(device: str) -> None:
+    x = torch.ones(4, 32)
+    x[0, 3], x[1, 3], x[2, 3], x[3, 3] = torch.nan, torch.inf, -torch.inf, -torch.nan
+    check(x, None, device)
+    check(x, torch.ones(4), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", [1, 2])
+def test_bf16_and_replays(levels: int) -> None:
+    gs = None if levels == 1 else numbers(512, seed=3).abs() / 100
+    ids = torch.randint(0, 300, (512,), generator=torch.Generator().manual_seed(1)).int()
+    batches = [numbers(300, 4096, seed=seed, dtype=torch.bfloat16) for seed in range(2)]
+    for x in batches:
+        check(x, gs, "cuda", ids)
+    on = [None if tensor is None else tensor.cuda() for tensor in (gs, ids)]
+    check_replays(lambda x: pack.pack_rows(x, *on), [[x.cuda()] for x in batches])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("divisor", [False, True])
+def test_weights_have_the_bits_of_the_format(divisor: bool, transposed: bool, device: str) -> None:
+    stack = numbers(3, 4, 48) * torch.tensor([1.0, 30.0, 1e-3])[:, None, None]
+    stack[0, 2], stack[1, 0, :16], stack[0, 3, :5] = 0, -0.0, -1e-9
+    stack = torch.cat([stack, torch.zeros(1, 4, 48)]).half()
+    packed, scales, global_scales = weights.pack_weights(stack.to(device), divisor=divisor, transposed=transposed)
+    fmt = WeightFormat.parse("nvfp4-divisor" if divisor else "nvfp4")
+    for expert, weight in enumerate(stack):
+        wanted = nvfp4.quantize(fmt, weight.float())
+        assert same_bits(packed[expert].cpu(), wanted["packed"])
+        assert same_bits((scales[expert].T if transposed else scales[expert]).contiguous().cpu(), wanted["scale"])
+        assert global_scales[expert].cpu() == wanted["global_scale"]
+    assert len(set(global_scales.tolist())) == 4
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_it_compiles(arch: str, levels: int) -> None:
+    pointers = {"x_ptr": "*bf16", "ids_ptr": "*i32", "q_ptr": "*u8", "s_ptr": "*u8"}
+    constants = {"TO_EVEN": levels == 2, "DIVIDE": False, "TRANSPOSED": False, "NATIVE": int(arch[3:]) >= 89}
+    constants["GROUPS"] = pack.GROUPS
+    if levels == 2:
+        pointers["gs_ptr"] = "*fp32"
+    else:
+        constants["gs_ptr"] = None
+    types = {**pointers, **dict.fromkeys(("T", "groups", "rows_per_scale", "stride_x", "stride_s"), "i32")}
+    check_fits(compile_kernel(pack.pack_groups, types, constants, arch, 4), arch)

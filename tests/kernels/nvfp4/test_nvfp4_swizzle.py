@@ -1,0 +1,66 @@
+"""Scales in the order of tensor cores: the place of each byte by the formula, and back again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiling import check_fits, compile_kernel
+from fanfold.kernels.nvfp4 import reference, swizzle
+from interpreter import run_in_interpreter
+
+SIZES = [(1, 1), (1, 4), (31, 3), (128, 4), (129, 5), (300, 9), (80, 22), (352, 2)]
+
+
+def test_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+def scales(*shape: int) -> Tensor:
+    return torch.randint(1, 256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("n", "groups"), SIZES)
+def test_every_byte_is_where_the_formula_says(n: int, groups: int) -> None:
+    plain = scales(n, groups)
+    found = reference.swizzle(plain)
+    along = -(-groups // 4)
+    assert found.numel() == -(-n // 128) * 128 * along * 4 == reference.swizzled_size(n, groups * 16)
+    wanted = torch.zeros_like(found)
+    for row in range(n):
+        for group in range(groups):
+            atom = row // 128 * along + group // 4
+            wanted[atom * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4] = plain[row, group]
+    assert torch.equal(found, wanted)  # padding is 0
+
+
+@pytest.mark.parametrize(("n", "groups"), SIZES)
+def test_unswizzled_is_what_it_was(n: int, groups: int) -> None:
+    plain = scales(3, 2, n, groups)
+    both = reference.swizzle(plain)
+    assert torch.equal(reference.unswizzle(both, n, groups * 16), plain)
+    for expert in range(3):
+        assert torch.equal(both[expert, 1], reference.swizzle(plain[expert, 1]))
+    floats = plain.view(torch.float8_e4m3fn)
+    assert torch.equal(reference.swizzle(floats).view(torch.uint8), both)
+
+
+@pytest.mark.parametrize(("n", "groups"), SIZES)
+def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: str) -> None:
+    plain = scales(3, n, groups).to(device)
+    found = swizzle.swizzle(plain)
+    assert torch.equal(found.cpu(), reference.swizzle(plain.cpu()))
+    assert torch.equal(swizzle.unswizzle(found, n, groups * 16), plain)
+    transposed = plain.mT.contiguous()
+    assert torch.equal(swizzle.swizzle(transposed.mT), found)
+    assert swizzle.swizzle(plain.view(torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn
+    assert swizzle.swizzle(plain[:0]).shape == (0, found.shape[1])
+
+
+@pytest.mark.parametrize("to_atoms", [True, False])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_it_compiles(arch: str, to_atoms: bool) -> None:
+    ints = ("N", "groups", "size", "stride_e", "stride_n", "stride_g")
+    types = {"plain_ptr": "*u8", "atoms_ptr": "*u8", **dict.fromkeys(ints, "i32")}
+    check_fits(compile_kernel(swizzle.move, types, {"TO_ATOMS": to_atoms, "BLOCK": swizzle.BLOCK}, arch, 4), arch)
