@@ -25,6 +25,10 @@ def call(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["quantize", *arguments], catch_exceptions=False)
 
 
+def test_help_names_it() -> None:
+    assert "quantize" in CliRunner().invoke(app, ["--help"]).stdout
+
+
 def test_a_table_of_errors_by_layer(tmp_path: Path) -> None:
     result = call(BASE, "--format", "nvfp4", "-o", str(tmp_path / "out"))
     assert result.exit_code == 0
