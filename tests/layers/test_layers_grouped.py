@@ -47,7 +47,9 @@ def layer_of(name: str, device: str, activation: Activation, **options: Any) -> 
     from fanfold.layers.implementations.grouped import Grouped
 
     weights = random_experts(name, E, H, INNER, gated=activation.gated)
-    return Grouped.prepared(moved(weights, device), activation, **{"batch_invariant": False, **options}), weights
+    return Grouped.prepared(
+        moved(weights, device), activation, **{"batch_invariant": False, "w8a8": False, **options}
+    ), weights
 
 
 def adapters_of(pairs: LayerPairs, device: str, dtype: torch.dtype, gated: bool, max_rank: int = 32) -> Any:
