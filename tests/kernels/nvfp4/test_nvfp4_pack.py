@@ -15,7 +15,7 @@ from graphs import check_replays, same_bits
 from interpreter import run_in_interpreter
 from samples import numbers
 
-K = 80  # five groups, of a block of eight
+K = 80
 
 
 def test_in_the_interpreter() -> None:
@@ -49,10 +49,11 @@ def test_rows_gathered_by_token(dtype: torch.dtype, device: str) -> None:
     x = awkward_rows(K).to(dtype)
     ids = torch.tensor([3, 0, 8, 8, 2, -1, 9], dtype=torch.int32)
     gs = torch.tensor([0.1, 1.0, 3.0, 1e-4, 2.0, 1.0, 1.0])
-    check(x, None, device)
-    check(x, None, device, ids)
     check(x, gs, device, ids)
     check(x[:7], gs, device)
+    check(x, None, device, ids)
+    many = torch.arange(120, dtype=torch.int32) % 11 - 1  # 600 groups: three programs
+    check(x, gs[many.long() % 7], device, many)
     wide = torch.cat([x, x], dim=1)
     check(wide[:, :K], None, device)  # rows lie apart
     check(x[:0], None, device)
@@ -103,5 +104,5 @@ def test_it_compiles(arch: str, levels: int) -> None:
         pointers["gs_ptr"] = "*fp32"
     else:
         constants["gs_ptr"] = None
-    types = {**pointers, **dict.fromkeys(("T", "groups", "rows_per_scale", "stride_x", "stride_s"), "i32")}
+    types = {**pointers, **dict.fromkeys(("T", "rows", "groups", "rows_per_scale", "stride_x"), "i32")}
     check_fits(compile_kernel(pack.pack_groups, types, constants, arch, 4), arch)

@@ -46,7 +46,7 @@ def test_unswizzled_is_what_it_was(n: int, groups: int) -> None:
     assert torch.equal(reference.swizzle(floats).view(torch.uint8), both)
 
 
-@pytest.mark.parametrize(("n", "groups"), SIZES)
+@pytest.mark.parametrize(("n", "groups"), [(1, 1), (129, 5), (300, 9)])
 def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: str) -> None:
     plain = scales(3, n, groups).to(device)
     found = swizzle.swizzle(plain)

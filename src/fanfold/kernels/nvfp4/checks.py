@@ -19,7 +19,7 @@ from fanfold.kernels.nvfp4.reference import GROUP, swizzled_size
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALE_DTYPES = (torch.float8_e4m3fn, torch.uint8)
 LARGEST = 2**31 - 1
-"""Elements that 32-bit offsets reach: one matrix may hold so many."""
+"""What 32-bit offsets reach: so many elements of one matrix, and groups of all rows."""
 
 
 def check_call(
@@ -63,6 +63,7 @@ def check_call(
             raise _wrong(op, name, f"{len(array)} entries", f"{num_experts}, one for each expert")
     _check_x(op, x_name, x)
     rows = x.shape[0] if token_ids is None else _check_ids(op, token_ids, x)
+    _check_groups(op, x_name, rows * x.shape[1])
     bounds = _check_offsets(op, offsets, num_experts, rows, x)
     if token_ids is not None and bounds and not token_ids.is_cuda:
         _check_id_values(op, token_ids[bounds[0] : bounds[-1]], x.shape[0])
@@ -80,6 +81,7 @@ def check_packing(op: str, x: Tensor, token_ids: Tensor | None, global_scales: T
     """
     _check_x(op, "x", x)
     rows = x.shape[0] if token_ids is None else _check_ids(op, token_ids, x)
+    _check_groups(op, "x", rows * x.shape[1])
     if global_scales is not None:
         _check_tensor(op, "global_scales", global_scales, (torch.float32,), [rows], x)
 
@@ -94,6 +96,7 @@ def check_weights(op: str, weights: Tensor) -> None:
     if not sound or weights.shape[2] < GROUP or weights.shape[2] % GROUP or not weights.is_contiguous():
         kinds = "contiguous float16, bfloat16 or float32 [E, N, K], N positive, K a positive multiple of 16"
         raise _wrong(op, "weights", _describe(weights), kinds)
+    _check_groups(op, "weights", weights.numel())
 
 
 def check_swizzle(op: str, name: str, scales: Tensor, n: int | None = None, k: int | None = None) -> None:
@@ -119,6 +122,11 @@ def _check_x(op: str, name: str, x: Tensor) -> None:
         raise _wrong(op, name, _describe(x), kinds)
     if x.stride(1) != 1:
         raise _wrong(op, name, f"strides {x.stride()}", "the values of one row one behind the other")
+
+
+def _check_groups(op: str, name: str, numbers: int) -> None:
+    if numbers // GROUP > LARGEST:
+        raise _wrong(op, name, f"{numbers} numbers", f"at most {LARGEST} groups of {GROUP}")
 
 
 def _check_ids(op: str, token_ids: Tensor, x: Tensor) -> int:

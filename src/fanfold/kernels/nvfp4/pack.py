@@ -14,7 +14,7 @@ from fanfold.kernels.common.floats import e4m3_to_fp16, fp32_to_e4m3
 from fanfold.kernels.nvfp4.reference import GROUP, Ties
 
 GROUPS = 256
-"""Most groups of a program."""
+"""Groups of a program, one row's behind those of the row before."""
 
 
 def pack_rows(
@@ -51,13 +51,12 @@ def pack_rows(
     shape = (rows // rows_per_scale, groups, rows_per_scale) if transposed else (rows, groups)
     scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
     if packed.numel():
-        block = min(GROUPS, triton.next_power_of_2(groups))
         with torch.cuda.device_of(x):
-            pack_groups[rows, -(-groups // block)](
-                x, global_scales, token_ids, packed, scales.view(torch.uint8), x.shape[0], groups, rows_per_scale,
-                x.stride(0), rows_per_scale if transposed else groups,
+            pack_groups[(-(-rows * groups // GROUPS),)](
+                x, global_scales, token_ids, packed, scales.view(torch.uint8), x.shape[0], rows, groups,
+                rows_per_scale, x.stride(0),
                 TO_EVEN=(ties or ("zero" if global_scales is None else "even")) == "even",
-                DIVIDE=divide, TRANSPOSED=transposed, NATIVE=native, GROUPS=block, num_warps=4 if block > 64 else 1,
+                DIVIDE=divide, TRANSPOSED=transposed, NATIVE=native, GROUPS=GROUPS, num_warps=4,
             )  # fmt: skip
     return packed, scales
 
@@ -75,43 +74,42 @@ def encode(size, TO_EVEN: tl.constexpr):
 @triton.jit
 def pack_groups(
     x_ptr: tl.tensor, gs_ptr: tl.tensor, ids_ptr: tl.tensor, q_ptr: tl.tensor, s_ptr: tl.tensor, T: tl.tensor,
-    groups: tl.tensor, rows_per_scale: tl.tensor, stride_x: tl.tensor, stride_s: tl.tensor,
+    rows: tl.tensor, groups: tl.tensor, rows_per_scale: tl.tensor, stride_x: tl.tensor,
     TO_EVEN: tl.constexpr, DIVIDE: tl.constexpr, TRANSPOSED: tl.constexpr, NATIVE: tl.constexpr, GROUPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: GROUPS groups of one row. The arguments are those of `pack_rows`; T rows of x."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    on = group < groups
+    """One program: GROUPS groups of 16. The arguments are those of `pack_rows`; T rows of x, `groups` in a row."""
+    i = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    row = i // groups
+    group = i % groups
+    on = row < rows
     source = row
     if ids_ptr is not None:
-        source = tl.load(ids_ptr + row).to(tl.int64)
-    there = (source >= 0) & (source < T)
-    at = x_ptr + source * stride_x + group[:, None] * 16 + tl.arange(0, 16)[None, :]
-    x = tl.load(at, mask=on[:, None] & there, other=0.0).to(tl.float32)
+        source = tl.load(ids_ptr + row, mask=on, other=0)
+    there = on & (source >= 0) & (source < T)
+    at = x_ptr + source.to(tl.int64) * stride_x + group * 16
+    x = tl.load(at[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     # As integers sizes are in the order of numbers, with NaN on top.
     amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)
     wanted = tl.div_rn(amax, tl.full((GROUPS,), 6.0, tl.float32))
     if gs_ptr is not None:
-        gs = tl.zeros((GROUPS,), tl.float32) + tl.load(gs_ptr + row // rows_per_scale)
+        gs = tl.load(gs_ptr + row // rows_per_scale, mask=on, other=1.0)
         wanted = wanted * gs if DIVIDE else tl.div_rn(wanted, gs)
     code = fp32_to_e4m3(wanted, NATIVE)
     if gs_ptr is None:
         code = tl.where(amax == 0.0, 0x38, code).to(tl.uint8)
-    step = e4m3_to_fp16(code, False).to(tl.float32)
-    step = tl.where(code == 0x7F, float("nan"), step)
+    step = tl.where(code == 0x7F, float("nan"), e4m3_to_fp16(code, False).to(tl.float32))
     if gs_ptr is not None:
         step = tl.div_rn(step, gs) if DIVIDE else step * gs
     steps = tl.broadcast_to(step[:, None], x.shape)
     codes = encode(tl.div_rn(size.to(tl.float32, bitcast=True), steps), TO_EVEN) | ((bits >> 28) & 8)
     codes = tl.where(steps == 0.0, 0, codes)
     low, high = tl.split(tl.reshape(codes, (GROUPS, 8, 2)))
-    to = q_ptr + row * groups * 8 + group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    to = q_ptr + i.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(to, (low | (high << 4)).to(tl.uint8), mask=on[:, None])
     if TRANSPOSED:
-        matrix = row // rows_per_scale
-        to = s_ptr + matrix * groups * rows_per_scale + group.to(tl.int64) * stride_s + row % rows_per_scale
+        first = (row // rows_per_scale).to(tl.int64) * groups * rows_per_scale
+        tl.store(s_ptr + first + group * rows_per_scale + row % rows_per_scale, code, mask=on)
     else:
-        to = s_ptr + row * stride_s + group
-    tl.store(to, code, mask=on)
+        tl.store(s_ptr + i, code, mask=on)
