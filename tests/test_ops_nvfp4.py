@@ -17,7 +17,7 @@ from torch import Tensor
 from fanfold import ops, reference
 from fanfold.errors import ArgumentError, InferenceOnlyError
 from fanfold.ops.nvfp4 import ENTRIES
-from graphs import same_bits
+from graphs import check_replays, same_bits
 from samples import numbers, relative_error
 
 E, T, N, K = 4, 6, 24, 48
@@ -143,6 +143,31 @@ def test_gate_up_has_the_bits_of_single_products_and_of_the_grouped_form(two_lev
                 call["input_scales"][e] if two_level else None,
             )
             assert same_bits(out[rows], alone)
+
+
+@pytest.mark.gpu
+@EVERY
+def test_on_a_gpu_and_in_graphs(name: str) -> None:
+    """Codes and scales are the same bits, so all that differs is the order of sums."""
+    host, call = arguments(name, missing=0), {}
+    for key, value in host.items():
+        if isinstance(value, list) and any(isinstance(part, Tensor) for part in value):
+            call[key] = [None if part is None else part.cuda() for part in value]
+        else:
+            call[key] = value.cuda() if isinstance(value, Tensor) else value
+    entry(name)(**host)
+    entry(name)(**call)
+    for found, wanted in zip(outputs(call), outputs(host), strict=True):
+        assert torch.equal((found == 7).cpu(), wanted == 7)
+        assert relative_error(found.cpu(), wanted) < 1e-6
+
+    def on_device(offsets: Tensor) -> list[Tensor]:
+        fresh = {key: torch.full_like(value, 7.0) if key.endswith("out") else value for key, value in call.items()}
+        entry(name)(**{**fresh, "offsets": offsets})
+        return outputs(fresh)
+
+    routings = [OFFSETS, [0, 0, 9, 9, 9], [2, 3, 4, 5, 6]]
+    check_replays(on_device, [[torch.tensor(routing, dtype=torch.int32, device="cuda")] for routing in routings])
 
 
 @EVERY

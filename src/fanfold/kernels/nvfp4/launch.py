@@ -13,9 +13,16 @@ from fanfold.kernels.nvfp4.experts import Experts
 from fanfold.kernels.nvfp4.product import experts_product
 from fanfold.kernels.nvfp4.run import constant
 
-BLOCK_M, BLOCK_N, BLOCK_B = 32, 64, 64
-"""Rows and outputs of a program, bytes of a step. One config for all, so that a row has the same bits everywhere."""
+BLOCK_SCALED = 100
+"""The first compute capability that multiplies E2M1 codes with E4M3 scales."""
+BLOCK_N, BLOCK_B = 64, 64
+"""Outputs of a program, bytes of a step. One config a machine, so that a row has the same bits everywhere."""
 NUM_WARPS, STAGES = 4, 3
+
+
+def block_m(arch: int) -> int:
+    """Rows of a program; block-scaled products on sm_100 have 128."""
+    return 128 if arch >= BLOCK_SCALED else 32
 
 
 def product(
@@ -36,8 +43,9 @@ def product(
         UnavailableError: the tensors are where no kernel runs; or a graph is being captured, and no call before had
             these experts.
     """
-    arguments = launch_arguments(packed, scales, rows, offsets, experts, alphas, out, arch_of(out.device))
-    tiles = out.shape[0] // BLOCK_M + len(experts.packed)
+    arch = arch_of(out.device)
+    arguments = launch_arguments(packed, scales, rows, offsets, experts, alphas, out, arch)
+    tiles = out.shape[0] // block_m(arch) + len(experts.packed)
     with torch.cuda.device_of(out):
         experts_product[(tiles * -(-out.shape[1] // BLOCK_N),)](**arguments)
 
@@ -71,9 +79,10 @@ def launch_arguments(
         stride_y=out.stride(0),
         SWIZZLED=experts.swizzled,
         NATIVE=arch >= NATIVE_E4M3,
+        BLOCK_SCALED=arch >= BLOCK_SCALED,
         ALIGN=16 if all(address % 16 == 0 for address in codes) else 1,
         EXPERTS=max(2, 1 << (number - 1).bit_length()),
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=block_m(arch),
         BLOCK_N=BLOCK_N,
         BLOCK_B=BLOCK_B,
         STAGES=STAGES,
