@@ -15,7 +15,8 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import Tensor
 
 from fanfold import ops, reference
-from fanfold.errors import ArgumentError, InferenceOnlyError
+from fanfold.errors import ArgumentError, DeviceMemoryError, InferenceOnlyError, UnavailableError
+from fanfold.kernels.nvfp4 import reference as reference_kernels
 from fanfold.ops.nvfp4 import ENTRIES
 from graphs import check_replays, same_bits
 from samples import numbers, relative_error
@@ -64,6 +65,15 @@ def outputs(call: dict[str, Any]) -> list[Tensor]:
 
 def entry(name: str) -> Callable[..., None]:
     return getattr(torch.ops.fanfold, name)
+
+
+def moved(call: dict[str, Any], device: str) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {
+        key: [one(part) for part in value] if isinstance(value, list) else one(value) for key, value in call.items()
+    }
 
 
 def refused(name: str, call: dict[str, Any], message: str) -> None:
@@ -149,12 +159,8 @@ def test_gate_up_has_the_bits_of_single_products_and_of_the_grouped_form(two_lev
 @EVERY
 def test_on_a_gpu_and_in_graphs(name: str) -> None:
     """Codes and scales are the same bits, so all that differs is the order of sums."""
-    host, call = arguments(name, missing=0), {}
-    for key, value in host.items():
-        if isinstance(value, list) and any(isinstance(part, Tensor) for part in value):
-            call[key] = [None if part is None else part.cuda() for part in value]
-        else:
-            call[key] = value.cuda() if isinstance(value, Tensor) else value
+    host = arguments(name, missing=0)
+    call = moved(host, "cuda")
     entry(name)(**host)
     entry(name)(**call)
     for found, wanted in zip(outputs(call), outputs(host), strict=True):
@@ -232,6 +238,46 @@ def test_shapes_dtypes_and_strides_of_each_tensor(name: str) -> None:
             call = {**sound, array: [*sound[array][:2], None, sound[array][3]]}
             refused(name, call, rf"{projection}\[2\]: found .* no |{projection}\[2\]: found no ")
     refused(name, {**sound, "num_experts": -1}, "num_experts: found -1")
+
+
+@EVERY
+def test_wrong_arguments_are_named_where_nothing_runs(name: str) -> None:
+    call = moved(arguments(name), "meta")
+    for scales in ([0.01] * E, INPUT) if "w4a4" in name else (None,):
+        with pytest.raises(UnavailableError, match="found tensors on meta"):
+            ENTRIES[name](**(call if scales is None else {**call, "input_scales": scales}))
+    for array in [key for key, value in call.items() if isinstance(value, list)]:
+        with pytest.raises(ArgumentError, match=f"^{name}: {array}: found"):
+            ENTRIES[name](**{**call, array: call[array][:-1]})
+    output = next(key for key in call if key.endswith("out"))
+    with pytest.raises(ArgumentError, match=f"^{name}: {output}: found cpu; expected meta"):
+        ENTRIES[name](**{**call, output: torch.zeros(M, N)})
+
+
+def test_no_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(reference_kernels, "pack_rows", full)
+    with pytest.raises(DeviceMemoryError, match=r"^nvfp4_down_grouped: packed h: found no room on cpu"):
+        ENTRIES["nvfp4_down_grouped"](**arguments("nvfp4_down_grouped"))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiled_as_one_graph() -> None:
+    eager, call = arguments("nvfp4_gate_up_grouped_w4a4"), arguments("nvfp4_gate_up_grouped_w4a4")
+    rest = {key: value for key, value in call.items() if key not in ("x", "offsets", "gate_out", "up_out")}
+
+    def gate_up(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        out = x.new_full((2, M, N), 7.0)
+        entry("nvfp4_gate_up_grouped_w4a4")(x=x, offsets=offsets, gate_out=out[0], up_out=out[1], **rest)
+        return out[0] * 2, out[1]
+
+    compiled = torch.compile(gate_up, backend="aot_eager", fullgraph=True)
+    gate, up = compiled(call["x"], torch.tensor(OFFSETS, dtype=torch.int32))
+    entry("nvfp4_gate_up_grouped_w4a4")(**eager)
+    assert same_bits(gate, eager["gate_out"] * 2)
+    assert same_bits(up, eager["up_out"])
 
 
 @EVERY

@@ -16,15 +16,18 @@ operations here share:
 
 The plain forms pack activations with one level of scales and alpha = the global scale, the `_w4a4` forms with two and
 alpha = global scale * input scale. One packing serves gate and up; LoRA reads x itself. Codes and scales are the same
-bits on every device. Arguments are checked first, and wrong ones raise ArgumentError.
+bits on every device. Arguments are checked first: wrong ones raise ArgumentError, also where nothing could run, which
+raises UnavailableError. DeviceMemoryError: there is no room for the packed activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from fanfold.errors import DeviceMemoryError
 from fanfold.kernels.nvfp4 import checks, reference
 from fanfold.kernels.nvfp4.experts import Experts, product
 from fanfold.kernels.nvfp4.run import run
@@ -209,10 +212,20 @@ def _run(
     if x.device.type == "cpu":
         steps = reference.pack_rows, product
     else:
+        from fanfold.kernels.common.device import arch_of
         from fanfold.kernels.nvfp4 import launch, pack
 
+        arch_of(x.device)  # says so where no kernel runs
         steps = pack.pack_rows, launch.product
-    run(*steps, x, token_ids, offsets, projections, input_scales, outputs)
+    try:
+        run(*steps, x, token_ids, offsets, projections, input_scales, outputs)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"{op}: packed {x_name}",
+            found=f"no room on {x.device}",
+            expected="room for 9/16 byte a number of the activations",
+            next_step="Free memory there, or pass fewer rows at once.",
+        ) from error
 
 
 def _schemas() -> dict[str, str]:

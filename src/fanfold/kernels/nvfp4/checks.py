@@ -65,7 +65,7 @@ def check_call(
     rows = x.shape[0] if token_ids is None else _check_ids(op, token_ids, x)
     _check_groups(op, x_name, rows * x.shape[1])
     bounds = _check_offsets(op, offsets, num_experts, rows, x)
-    if token_ids is not None and bounds and not token_ids.is_cuda:
+    if token_ids is not None and bounds and token_ids.device.type == "cpu":
         _check_id_values(op, token_ids[bounds[0] : bounds[-1]], x.shape[0])
     for projection, (name, out) in zip(projections, outputs.items(), strict=True):
         _check_output(op, name, out, rows, x)
