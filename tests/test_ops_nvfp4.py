@@ -14,12 +14,12 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
-from fanfold import ops, reference
+from fanfold import load_experts, ops, reference
 from fanfold.errors import ArgumentError, DeviceMemoryError, InferenceOnlyError, UnavailableError
 from fanfold.kernels.nvfp4 import reference as reference_kernels
 from fanfold.ops.nvfp4 import ENTRIES
 from graphs import check_replays, same_bits
-from samples import numbers, relative_error
+from samples import numbers, relative_error, sample
 
 E, T, N, K = 4, 6, 24, 48
 OFFSETS = [1, 4, 4, 5, 8]
@@ -400,3 +400,35 @@ def test_weights_are_packed_as_compressed_tensors_packs_them(dtype: torch.dtype,
         assert (written["weight_scale"].float()[~live] == 0.125).all()
         assert torch.equal(packed[e], written["weight_packed"])
         assert (~live).sum() == (1 if e < 2 else 0)
+
+
+@pytest.mark.parametrize("checkpoint", ["modelopt_qwen3moe_nvfp4", "ct_qwen3moe_nvfp4"])
+def test_c4_c9_real_checkpoints_of_both_conventions(checkpoint: str) -> None:
+    """Gate, up and down with the scales of the files: within the error of 4 bits of the weights as they are."""
+    layer = load_experts(sample(checkpoint), layer=0, dtype=torch.float32).weights
+    x, experts = numbers(24, layer.gate_up.k, seed=1), layer.gate_up.num_experts
+    offsets = [3 * expert for expert in range(experts + 1)]
+    inputs = x
+    for projection, names in ((layer.gate_up, ("gate", "up")), (layer.down, ("down",))):
+        tensors = projection.tensors
+        divides = projection.format.divisor
+        scales = {key: 1 / tensors[key] if divides else tensors[key] for key in ("global_scale", "input_scale")}
+        call: dict[str, Any] = {"offsets": offsets, "num_experts": experts}
+        for half, name in enumerate(names):
+            call[name] = list(tensors["packed"][:, half])
+            call[f"{name}_scales"] = list(torch.ops.fanfold.nvfp4_swizzle(tensors["scale"][:, half]))
+            call[f"{name}_global_scales"] = scales["global_scale"][:, half].tolist()
+        call["input_scales"] = scales["input_scale"].amax(1).tolist()  # gate and up share the larger
+        outs = [torch.empty(24, projection.n) for _ in names]
+        if len(names) == 2:
+            call |= {"x": inputs, "sorted_token_ids": None, "gate_out": outs[0], "up_out": outs[1]}
+        else:
+            call |= {"h": inputs, "out": outs[0]}
+        entry("nvfp4_gate_up_grouped_w4a4" if len(names) == 2 else "nvfp4_down_grouped_w4a4")(**call)
+        for half, found in enumerate(outs):
+            wanted = torch.cat(
+                [inputs[3 * e : 3 * e + 3] @ reference.dequantize_expert(projection, e, half).T for e in range(experts)]
+            )
+            assert 0.03 < relative_error(found, wanted) < 0.15
+            assert abs(float(found.norm() / wanted.norm()) - 1) < 0.03
+        inputs = torch.nn.functional.silu(outs[0]) * outs[-1]

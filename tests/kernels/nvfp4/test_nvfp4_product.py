@@ -14,15 +14,10 @@ from fanfold.kernels.nvfp4.experts import Experts
 from fanfold.kernels.nvfp4.experts import product as reference_product
 from fanfold.kernels.nvfp4.run import constant, run
 from graphs import check_replays, same_bits
-from interpreter import run_in_interpreter
 from samples import numbers, relative_error
 
 ALPHAS = (1e-3, 0.4, 70.0, 1.5)  # far from each other
 OFFSETS = [1, 36, 36, 37, 40]  # one expert with more rows than a tile, one without, one with one
-
-
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @dataclass

@@ -8,13 +8,8 @@ from torch import Tensor
 
 from compiling import check_fits, compile_kernel
 from fanfold.kernels.nvfp4 import reference, swizzle
-from interpreter import run_in_interpreter
 
 SIZES = [(1, 1), (1, 4), (31, 3), (128, 4), (129, 5), (300, 9), (80, 22), (352, 2)]
-
-
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def scales(*shape: int) -> Tensor:
@@ -58,8 +53,7 @@ def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: s
     assert swizzle.swizzle(plain[:0]).shape == (0, found.shape[1])
 
 
-@pytest.mark.parametrize("to_atoms", [True, False])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize(("arch", "to_atoms"), [("sm_80", True), ("sm_90", False), ("sm_120", True)])
 def test_it_compiles(arch: str, to_atoms: bool) -> None:
     ints = ("N", "groups", "size", "stride_e", "stride_n", "stride_g")
     types = {"plain_ptr": "*u8", "atoms_ptr": "*u8", **dict.fromkeys(ints, "i32")}
