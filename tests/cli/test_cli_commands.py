@@ -44,7 +44,7 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     text = call("--help").stdout
-    for command in ("demo", "generate", "inspect", "verify", "explain", "bench", "doctor"):
+    for command in ("demo", "generate", "inspect", "verify", "explain", "bench", "doctor", "routing"):
         assert command in text
     assert call().exit_code == 2
 

@@ -26,6 +26,7 @@ KNOWS: dict[str, set[str]] = {
     "load": {"torch"},
     "bench": {"torch"},
     "diagnosis": {"torch", "triton"},
+    "expert_usage": {"torch"},
     "explanation": {"torch"},
     "inspection": set(),
     "quantization": {"torch"},

@@ -17,6 +17,7 @@ from fanfold.cli.generate import generate
 from fanfold.cli.inspect import inspect
 from fanfold.cli.output import show_warning
 from fanfold.cli.quantize import quantize
+from fanfold.cli.routing import routing
 from fanfold.cli.verify import verify
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, inspect, verify, quantize, explain, bench, doctor):
+for command in (demo, generate, inspect, verify, quantize, explain, bench, routing, doctor):
     app.command()(command)
 
 

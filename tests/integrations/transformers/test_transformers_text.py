@@ -20,8 +20,8 @@ from fanfold.integrations.transformers.text import (
     generate_text,
     left_pad,
     load_for_text,
-    load_tokenizer,
 )
+from fanfold.integrations.transformers.tokenizer import load_tokenizer
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny-moe"
 TEXT = "The king went to"

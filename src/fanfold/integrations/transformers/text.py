@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from fanfold.errors import ArgumentError, CorruptFileError, MissingFileError, UnsupportedError
+from fanfold.errors import ArgumentError
 from fanfold.integrations.transformers.model import load_model
+from fanfold.integrations.transformers.tokenizer import load_tokenizer, token_ids
 from fanfold.lora.pool import AdapterPool
 
 Progress = Callable[[int, int, str], None]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -106,32 +106,6 @@ def load_for_text(
     return model, tokenizer
 
 
-def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a checkpoint.
-
-    Raises:
-        MissingFileError: the folder has no file of a tokenizer.
-        CorruptFileError: transformers can't read it.
-    """
-    folder = Path(checkpoint)
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise MissingFileError(
-            f"tokenizer of {folder}",
-            found="no folder" if not folder.is_dir() else "none of its files",
-            expected=f"one of {', '.join(TOKENIZER_FILES)}",
-            next_step="Name the model's folder, and copy the files of the base model's tokenizer there.",
-        )
-    try:
-        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(folder)))
-    except Exception as error:  # transformers and tokenizers raise many unlike classes here, Exception among them
-        raise CorruptFileError(
-            f"tokenizer of {folder}",
-            found=f"{type(error).__name__}: {error}",
-            expected="files that transformers' AutoTokenizer reads",
-            next_step="Fetch the tokenizer's files of the base model again.",
-        ) from error
-
-
 def generate_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -161,7 +135,7 @@ def generate_text(
         UnsupportedError: `chat` with a tokenizer that has no chat template.
     """
     _check(prompts, max_new_tokens, temperature)
-    rows = [_token_ids(tokenizer, prompt.text, chat) for prompt in prompts]
+    rows = [token_ids(tokenizer, prompt.text, chat) for prompt in prompts]
     generation = model.generation_config
     assert generation is not None
     pad = _first_id(tokenizer.pad_token_id, generation.pad_token_id, tokenizer.eos_token_id, 0)
@@ -223,31 +197,6 @@ def _check(prompts: Sequence[Prompt], max_new_tokens: int, temperature: float) -
             expected="0 (the likeliest token) or a positive number",
             next_step="Pass 0 for greedy text, about 0.7 to sample.",
         )
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
-    if chat:
-        if not tokenizer.chat_template:
-            raise UnsupportedError(
-                f"tokenizer {tokenizer.name_or_path}",
-                found="no chat template",
-                expected="a chat template in tokenizer_config.json or chat_template.jinja",
-                next_step="Leave --chat (chat=True) out; the prompt is then continued as it stands.",
-            )
-        message = [{"role": "user", "content": text}]
-        text = cast(str, tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
-    ids = cast(list[int], tokenizer(text, add_special_tokens=not chat)["input_ids"])
-    start = cast(int | None, tokenizer.bos_token_id)
-    if not chat and start is not None and ids[:1] != [start]:
-        ids = [start, *ids]
-    if not ids:
-        raise ArgumentError(
-            "prompt",
-            found=repr(text),
-            expected="at least one token",
-            next_step="Give the prompt some text; this tokenizer has no start token.",
-        )
-    return ids
 
 
 def _first_id(*candidates: Any) -> int:
