@@ -49,10 +49,8 @@ def check(ids: Tensor, experts: int, tile: int, one_launch: bool | None = None) 
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "tile"),
     [
-        (1, 8, 12, 16),
         (20, 4, 6, 64),
         (100, 3, 5, 32),
-        (3, 2, 33, 8),
         (5, 3, 9, 1),
     ],
 )
@@ -63,7 +61,7 @@ def test_random_ids(tokens: int, top_k: int, experts: int, tile: int, one_launch
 
 
 @FORMS
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), experts=st.integers(1, 9), top_k=st.integers(1, 4), tile=st.sampled_from([4, 16]))
 def test_any_ids(data: st.DataObject, experts: int, top_k: int, tile: int, one_launch: bool, device: str) -> None:
     row = st.lists(st.integers(-1, experts), min_size=top_k, max_size=top_k)
@@ -73,7 +71,7 @@ def test_any_ids(data: st.DataObject, experts: int, top_k: int, tile: int, one_l
 
 @FORMS
 def test_all_rows_to_one_expert_and_none(one_launch: bool, device: str) -> None:
-    for expert in (3, 6, 7):
+    for expert in (6, 7):
         check(torch.full((60, 3), expert, dtype=torch.int32, device=device), 7, 16, one_launch)
 
 
@@ -166,12 +164,8 @@ def test_what_words_have_no_room_for() -> None:
             plan_items(ids, experts, tile)
 
 
-WORDS = pytest.mark.parametrize("words", [False, True])
-
-
 @ALL_ARCHS
-@WORDS
-@pytest.mark.parametrize("rows", [8, 1024, 16384])
+@pytest.mark.parametrize(("rows", "words"), [(8, True), (1024, False), (16384, True)])
 def test_one_launch_compiles(rows: int, words: bool, arch: str) -> None:
     from fanfold.routing.plan import plan_block, plan_warps
     from fanfold.routing.plan_kernels import plan_kernel
@@ -183,8 +177,7 @@ def test_one_launch_compiles(rows: int, words: bool, arch: str) -> None:
 
 
 @ALL_ARCHS
-@WORDS
-@pytest.mark.parametrize(("rows", "experts"), [(20000, 128), (131072, 512), (2**20, 4096)])
+@pytest.mark.parametrize(("rows", "experts", "words"), [(20000, 128, True), (131072, 512, False), (2**20, 4096, True)])
 def test_two_launches_compile(rows: int, experts: int, words: bool, arch: str) -> None:
     from fanfold.routing.plan import COUNT_BLOCK, place_block, plan_chunk
     from fanfold.routing.plan_kernels import count_kernel, place_kernel
