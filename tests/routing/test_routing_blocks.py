@@ -74,7 +74,7 @@ def check(ids: Tensor, experts: int, block_rows: int, packed: bool = False, few:
 @PACKED
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "block_rows"),
-    [(1, 8, 128, 16), (17, 1, 8, 16), (64, 4, 16, 32), (300, 3, 5, 64), (40, 1, 1, 16), (3, 2, 33, 8), (9, 3, 70, 1)],
+    [(1, 8, 12, 16), (20, 4, 6, 32), (40, 1, 1, 16), (5, 3, 9, 1)],
 )
 def test_random_ids(
     tokens: int, top_k: int, experts: int, block_rows: int, packed: bool, few: bool, device: str
@@ -86,7 +86,7 @@ def test_random_ids(
 
 @FORMS
 @PACKED
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), experts=st.integers(1, 9), top_k=st.integers(1, 4), block_rows=st.sampled_from([4, 16]))
 def test_any_ids(
     data: st.DataObject, experts: int, top_k: int, block_rows: int, packed: bool, few: bool, device: str
