@@ -30,6 +30,7 @@ class Place:
     device: torch.device
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

@@ -17,6 +17,7 @@ FORMS = pytest.mark.parametrize("few", [True, False], ids=["few rows", "many row
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

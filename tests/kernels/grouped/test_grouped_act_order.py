@@ -29,6 +29,7 @@ FORMATS = [
 K = 224  # the last group of 64 is short
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

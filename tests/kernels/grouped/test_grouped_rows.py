@@ -18,6 +18,7 @@ from samples import numbers
 HALF = torch.float16
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

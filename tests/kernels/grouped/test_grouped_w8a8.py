@@ -25,6 +25,7 @@ from samples import numbers, relative_error
 K = 160  # the last block of inputs is short
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

@@ -34,6 +34,7 @@ T, TOP_K, E, SLOTS, K, N = 5, 2, 3, 2, 96, 72
 R = T * TOP_K
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

@@ -16,6 +16,7 @@ from graphs import check_replays, dirty_memory
 from interpreter import run_in_interpreter
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
