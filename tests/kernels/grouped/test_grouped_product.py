@@ -32,6 +32,7 @@ SMALL = LaunchConfig(32, 32, 16, 4, 2)
 DTYPES = {"cpu": (torch.float16, torch.float32), "cuda": (torch.float16, torch.bfloat16, torch.float32)}
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

@@ -18,7 +18,6 @@ from samples import numbers
 HALF = torch.float16
 
 
-@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
