@@ -93,8 +93,8 @@ def test_a_base_row_that_an_adapter_touches_is_found(monkeypatch: pytest.MonkeyP
 
     def stale(self: Any, batch: int, seq: int) -> None:
         begin(self, batch, seq)
-        if self._ids is not None:
-            self._ids = self._ids[-1:].expand(batch)
+        if self.slots:
+            self.entries[:batch] = self.slots[-1]
 
     monkeypatch.setattr("fanfold.lora.rows.Rows.begin", stale)
     found = verify(sample("gptqmodel_qwen3moe_w4_g32"), {"a": sample("peft_qwen3moe_target_parameters")})

@@ -16,6 +16,7 @@ from interpreter import run_in_interpreter
 FORMS = pytest.mark.parametrize("one_launch", [True, False], ids=["one launch", "two launches"])
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

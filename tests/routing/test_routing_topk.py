@@ -31,6 +31,7 @@ CASES = {
 ALL_CASES = pytest.mark.parametrize(("experts", "router", "biased"), CASES.values(), ids=CASES)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 

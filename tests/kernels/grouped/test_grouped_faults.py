@@ -21,6 +21,7 @@ SMALL = LaunchConfig(32, 32, 16, 4, 2)
 HALF = torch.float16
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
