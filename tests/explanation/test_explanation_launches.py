@@ -12,8 +12,7 @@ from fanfold.kernels.combine.config import columns
 from fanfold.kernels.grouped.configs import config_for
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.kernels.lora.config import config_for as fold_config_for
-from fanfold.kernels.lora.sizes import row_tile
-from fanfold.layers.implementations import FEW_ROWS
+from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 from fanfold.spec import WeightFormat
 
 QWEN = 128, 2048, 768

@@ -208,3 +208,10 @@ def test_a29_results_of_a_graph_stay_where_they_are() -> None:
         torch.cuda.synchronize()
         assert same_bits(out, expected)
         assert garbage.isnan().all()
+
+
+def test_pairs_without_tables_are_refused() -> None:
+    """Kernels read tables alone: pairs kept elsewhere would be left out without a word."""
+    experts = module("bf16").cuda()
+    with pytest.raises(ArgumentError, match="no tables for adapters; expected room made by `reserve`"):
+        experts.put(0, {})

@@ -79,10 +79,8 @@ def batch(tokens: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[T
 
 
 def run(made: Any, tables: Any, given: Sequence[Tensor]) -> Tensor:
-    from fanfold.layers.implementations import Adapters
-
     x, ids, scores, slots = given
-    return made.run(x, ids, scores, Adapters(tables.gate_up, tables.down, slots, tables.unknown))
+    return made.run(x, ids, scores, tables.adapters(slots))
 
 
 @pytest.mark.parametrize(

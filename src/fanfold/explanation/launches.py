@@ -19,8 +19,7 @@ from fanfold.kernels.grouped.sm90.tuned import TABLE
 from fanfold.kernels.grouped.sm90.weights import padded
 from fanfold.kernels.lora.config import GATHER_TILE, takes_one_launch
 from fanfold.kernels.lora.config import config_for as fold_config_for
-from fanfold.kernels.lora.sizes import row_tile
-from fanfold.layers.implementations import FEW_ROWS
+from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 from fanfold.spec.job import LayerJob
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weight_format import WeightFormat

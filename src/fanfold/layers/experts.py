@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fanfold.errors import ArgumentError, UnavailableError, UnsupportedError
-from fanfold.layers.implementations import Adapters, Implementation, implement
+from fanfold.layers.implementations import Implementation, implement
 from fanfold.layers.moving import move, moved, short_name
 from fanfold.layers.op import number_of
 from fanfold.layers.reference import layer
@@ -135,11 +135,22 @@ class Experts(nn.Module):
         return 0 if self.tables is None else int(self.tables.unknown)
 
     def put(self, slot: int, pairs: ExpertPairs) -> None:
-        """Fills a slot with pairs of `lora.convert`; what was in it is dropped."""
+        """Fills a slot with pairs of `lora.convert`; what was in it is dropped.
+
+        Raises:
+            ArgumentError: on a GPU, where no room was made for the slot.
+        """
         if self._kernels is not None and self._kernels.hidden_order is not None:
             pairs = reordered(pairs, self._kernels.hidden_order)
         if self.tables is not None:
             self.tables.write(slot, pairs)
+        elif self._kernels is not None:
+            raise ArgumentError(
+                f"{self.path}: put",
+                found="no tables for adapters",
+                expected="room made by `reserve`",
+                next_step="Make a fanfold.AdapterPool for the layer; it fills the slots.",
+            )
         self._forget(slot)
         for (projection, expert), pair in pairs.items():
             self.pairs[projection][slot, expert] = pair
@@ -182,12 +193,10 @@ class Experts(nn.Module):
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None) -> Tensor:
         """`forward` behind its checks: what torch.ops.fanfold.experts calls."""
         if self._kernels is None:
-            weights = self.weights
-            pairs = self.pairs
-            return layer(hidden, topk_ids, topk_weights, weights, self.activation, pairs, adapter_ids, self.w8a8)
-        adapters = None
-        if adapter_ids is not None and self.tables is not None:
-            adapters = Adapters(self.tables.gate_up, self.tables.down, as_int32(adapter_ids), self.tables.unknown)
+            own = self.weights, self.activation, self.pairs
+            return layer(hidden, topk_ids, topk_weights, *own, adapter_ids, self.w8a8)
+        tables = self.tables
+        adapters = None if tables is None else tables.adapters(adapter_ids)
         return self._kernels.run(hidden, topk_ids, topk_weights, adapters)
 
     def extra_repr(self) -> str:
@@ -281,11 +290,6 @@ class Experts(nn.Module):
 def _log(what: str, reasons: tuple[tuple[str, str], ...]) -> None:
     """One line for all layers that are alike."""
     LOG.info("%s%s", what, "".join(f"; not {name}: {reason}" for name, reason in reasons))
-
-
-def as_int32(ids: Tensor) -> Tensor:
-    """Adapter ids as kernels read them; one beyond int32 stays out of every pool's range."""
-    return ids if ids.dtype == torch.int32 else ids.clamp(-1, 2**31 - 1).int()
 
 
 def arch_of(device: torch.device) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fanfold.kernels.lora.table import Entry, new_table, pack_entries, write_slot
+from fanfold.layers.implementations import Adapters
 from fanfold.lora.adapter import Projection
 from fanfold.lora.site import ExpertPairs
 from fanfold.spec.adapters import AdapterTable
@@ -40,6 +41,16 @@ class ExpertTables:
         for number, name in enumerate(halves):
             _write(self.gate_up, number, slot, {expert: pair for (p, expert), pair in pairs.items() if p == name})
         _write(self.down, 0, slot, {expert: pair for (p, expert), pair in pairs.items() if p == "down"})
+
+    def adapters(self, adapter_ids: Tensor | None) -> Adapters | None:
+        """The adapters of a call: int32 or int64 [T]; an id beyond int32 stays out of every pool's range.
+
+        None for None: all rows are the base's.
+        """
+        if adapter_ids is None:
+            return None
+        ids = adapter_ids if adapter_ids.dtype == torch.int32 else adapter_ids.clamp(-1, 2**31 - 1).int()
+        return Adapters(self.gate_up, self.down, ids.contiguous(), self.unknown)
 
 
 class LinearTable:

@@ -70,7 +70,8 @@ class Rows:
     def move(self, device: torch.device) -> None:
         """Keeps the ids on another device from now on."""
         if device != self.entries.device:
-            self.entries = self.entries.to(device)
+            with torch.inference_mode(False):
+                self.entries = self.entries.to(device)
 
     def begin(self, batch: int, seq: int) -> None:
         """Notes that a forward over `batch` rows of `seq` tokens starts.

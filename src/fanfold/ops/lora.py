@@ -12,7 +12,7 @@ from torch import Tensor
 from fanfold.kernels.lora import by_address
 from fanfold.kernels.lora import reference as reference_lora
 from fanfold.kernels.lora.sizes import work_items
-from fanfold.ops.op import Op, refuse_gradients
+from fanfold.ops.op import Op, in_place, refuse_gradients
 from fanfold.spec.adapters import AdapterRows, AdapterTable, AdapterWork
 from fanfold.spec.route import Route
 
@@ -90,81 +90,68 @@ def lora_plan_fake(
 def lora_shrink_grouped(x: Tensor, *arguments: *tuple[*Table, *Work, Tensor, bool, int, int]) -> None:
     """Makes xa [P, cap, rank] = act(x A^T) of the window's rows that have a pair.
 
-    x is [T, K] with gather_x, else [R, K].
+    x is [T, K] with gather_x, else [R, K]. One launch on a GPU, as for the three below.
     """
-    xa, gather_x, row_offset, row_end = arguments[13:]
-    _refuse_gradients(x, xa)
-    by_address.shrink(x, _table(x, arguments[:7]), AdapterWork(*arguments[7:13]), xa, gather_x, row_offset, row_end)
-
-
-def lora_shrink_grouped_cuda(x: Tensor, *arguments: *tuple[*Table, *Work, Tensor, bool, int, int]) -> None:
-    """lora_shrink_grouped on the GPU, in one launch."""
-    from fanfold.kernels.lora.named import lora_shrink_grouped as launch
-
-    xa, gather_x, row_offset, row_end = arguments[13:]
-    _refuse_gradients(x, xa)
-    table, work = _table(x, arguments[:7]), AdapterWork(*arguments[7:13])
-    launch(x, table, work, xa, gather_x=gather_x, row_offset=row_offset, row_end=row_end)
+    work = AdapterWork(*arguments[7:13])
+    _shrink("lora_shrink_grouped", x, arguments[:7], work, *arguments[13:], None)
 
 
 def lora_expand_grouped(y: Tensor, *arguments: *tuple[*Table, *Work, Tensor, int, int, bool]) -> None:
     """Makes y [R, P*N] = act(y + scale * act(xa B^T)) of the window's rows, in place; at rows with scatter."""
-    xa, row_offset, row_end, scatter = arguments[13:]
-    _refuse_gradients(y, xa)
-    by_address.expand(y, _table(y, arguments[:7]), AdapterWork(*arguments[7:13]), xa, row_offset, row_end, scatter)
-
-
-def lora_expand_grouped_cuda(y: Tensor, *arguments: *tuple[*Table, *Work, Tensor, int, int, bool]) -> None:
-    """lora_expand_grouped on the GPU, in one launch."""
-    from fanfold.kernels.lora.named import lora_expand_grouped as launch
-
-    xa, row_offset, row_end, scatter = arguments[13:]
-    _refuse_gradients(y, xa)
-    table, work = _table(y, arguments[:7]), AdapterWork(*arguments[7:13])
-    launch(y, table, work, xa, row_offset=row_offset, row_end=row_end, scatter=scatter)
+    _expand("lora_expand_grouped", y, arguments[:7], AdapterWork(*arguments[7:13]), *arguments[13:])
 
 
 def lora_shrink_gather(x: Tensor, *arguments: *tuple[*Table, *Rows, Tensor, bool, int, int, Tensor | None]) -> None:
     """As lora_shrink_grouped, for rows one by one without a plan of adapters. For few rows."""
-    xa, gather_x, row_offset, row_end, unknown = arguments[12:]
-    _refuse_gradients(x, xa)
-    table, rows = _table(x, arguments[:7]), AdapterRows(*_rows(arguments[7:12]))
-    by_address.count_unknown(rows.adapter_ids, table.slots, unknown)
-    by_address.shrink(x, table, rows, xa, gather_x, row_offset, row_end)
-
-
-def lora_shrink_gather_cuda(
-    x: Tensor, *arguments: *tuple[*Table, *Rows, Tensor, bool, int, int, Tensor | None]
-) -> None:
-    """lora_shrink_gather on the GPU, in one launch."""
-    from fanfold.kernels.lora.named import lora_shrink_gather as launch
-
-    xa, gather_x, row_offset, row_end, unknown = arguments[12:]
-    _refuse_gradients(x, xa)
-    table, rows = _table(x, arguments[:7]), AdapterRows(*_rows(arguments[7:12]))
-    launch(x, table, rows, xa, gather_x=gather_x, row_offset=row_offset, row_end=row_end, unknown=unknown)
+    _shrink("lora_shrink_gather", x, arguments[:7], _rows(arguments[7:12]), *arguments[12:])
 
 
 def lora_expand_gather(y: Tensor, *arguments: *tuple[*Table, *Rows, Tensor, int, int, bool]) -> None:
     """As lora_expand_grouped, for rows one by one without a plan of adapters. For few rows."""
-    xa, row_offset, row_end, scatter = arguments[12:]
-    _refuse_gradients(y, xa)
-    table, rows = _table(y, arguments[:7]), AdapterRows(*_rows(arguments[7:12]))
-    by_address.expand(y, table, rows, xa, row_offset, row_end, scatter)
+    _expand("lora_expand_gather", y, arguments[:7], _rows(arguments[7:12]), *arguments[12:])
 
 
-def lora_expand_gather_cuda(y: Tensor, *arguments: *tuple[*Table, *Rows, Tensor, int, int, bool]) -> None:
-    """lora_expand_gather on the GPU, in one launch."""
-    from fanfold.kernels.lora.named import lora_expand_gather as launch
+def _shrink(
+    op: str,
+    x: Tensor,
+    table: Table,
+    source: AdapterWork | AdapterRows,
+    xa: Tensor,
+    gather_x: bool,
+    row_offset: int,
+    row_end: int,
+    unknown: Tensor | None,
+) -> None:
+    refuse_gradients("the LoRA fold", x, xa)
+    held = _table(x, table)
+    if x.device.type == "cpu":
+        if isinstance(source, AdapterRows):  # a plan has counted
+            by_address.count_unknown(source.adapter_ids, held.slots, unknown)
+        by_address.shrink(x, held, source, xa, gather_x, row_offset, row_end)
+        return
+    from fanfold.kernels.lora.launch import shrink
 
-    xa, row_offset, row_end, scatter = arguments[12:]
-    _refuse_gradients(y, xa)
-    table, rows = _table(y, arguments[:7]), AdapterRows(*_rows(arguments[7:12]))
-    launch(y, table, rows, xa, row_offset=row_offset, row_end=row_end, scatter=scatter)
+    shrink(op, x, held, source, xa, gather_x=gather_x, row_offset=row_offset, row_end=row_end, unknown=unknown)
 
 
-def in_place(*arguments: object) -> None:
-    """The fake of an operation that changes an argument and returns nothing."""
+def _expand(
+    op: str,
+    y: Tensor,
+    table: Table,
+    source: AdapterWork | AdapterRows,
+    xa: Tensor,
+    row_offset: int,
+    row_end: int,
+    scatter: bool,
+) -> None:
+    refuse_gradients("the LoRA fold", y, xa)
+    held = _table(y, table)
+    if y.device.type == "cpu":
+        by_address.expand(y, held, source, xa, row_offset, row_end, scatter)
+        return
+    from fanfold.kernels.lora.launch import expand
+
+    expand(op, y, held, source, xa, row_offset=row_offset, row_end=row_end, scatter=scatter)
 
 
 def _table(x: Tensor, table: Table) -> AdapterTable:
@@ -172,17 +159,13 @@ def _table(x: Tensor, table: Table) -> AdapterTable:
     return AdapterTable(a, b, scale, rank, k=k, n=n, max_rank=max_rank, dtype=x.dtype)
 
 
-def _rows(rows: Rows) -> tuple[Tensor, Tensor | None, int, Tensor | None, int]:
+def _rows(rows: Rows) -> AdapterRows:
     expert_ids, adapter_ids, sorted_rows, top_k, one_slot = rows
-    return expert_ids, adapter_ids, top_k, sorted_rows, one_slot
+    return AdapterRows(expert_ids, adapter_ids, top_k, sorted_rows, one_slot)
 
 
 def _route(expert_offsets: Tensor, sorted_rows: Tensor, top_k: int) -> Route:
     return Route(expert_offsets, sorted_rows, sorted_rows, top_k)  # positions are not read here
-
-
-def _refuse_gradients(*tensors: Tensor) -> None:
-    refuse_gradients("the LoRA fold", *tensors)
 
 
 OPS = {
@@ -197,28 +180,28 @@ OPS = {
     "lora_shrink_grouped": Op(
         f"(Tensor x, {TABLE}, {WORK}, Tensor(a!) xa, bool gather_x, {WINDOW}) -> ()",
         lora_shrink_grouped,
-        lora_shrink_grouped_cuda,
+        lora_shrink_grouped,
         in_place,
         floats=False,
     ),
     "lora_expand_grouped": Op(
         f"(Tensor(a!) y, {TABLE}, {WORK}, Tensor xa, {WINDOW}, bool scatter) -> ()",
         lora_expand_grouped,
-        lora_expand_grouped_cuda,
+        lora_expand_grouped,
         in_place,
         floats=False,
     ),
     "lora_shrink_gather": Op(
         f"(Tensor x, {TABLE}, {ROWS}, Tensor(a!) xa, bool gather_x, {WINDOW}, Tensor(b!)? unknown) -> ()",
         lora_shrink_gather,
-        lora_shrink_gather_cuda,
+        lora_shrink_gather,
         in_place,
         floats=False,
     ),
     "lora_expand_gather": Op(
         f"(Tensor(a!) y, {TABLE}, {ROWS}, Tensor xa, {WINDOW}, bool scatter) -> ()",
         lora_expand_gather,
-        lora_expand_gather_cuda,
+        lora_expand_gather,
         in_place,
         floats=False,
     ),

@@ -31,7 +31,7 @@ from fanfold.errors import DeviceMemoryError
 from fanfold.kernels.nvfp4 import checks, reference
 from fanfold.kernels.nvfp4.experts import Experts, product
 from fanfold.kernels.nvfp4.run import run
-from fanfold.ops.op import Op, refuse_gradients
+from fanfold.ops.op import Op, in_place, refuse_gradients
 
 Offsets = Sequence[int] | Tensor
 PerExpert = Sequence[Tensor | None]
@@ -173,10 +173,6 @@ def product_fake(
 ) -> Tensor:
     """Shapes of nvfp4_product."""
     return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-def in_place(*arguments: object) -> None:
-    """The fake of an operation that changes an argument and returns nothing."""
 
 
 def _gate_up(

@@ -43,6 +43,10 @@ def register(name: str, op: Op) -> None:
         torch.library.register_autograd(f"fanfold::{name}", _refuse_backward, lib=LIBRARY)
 
 
+def in_place(*arguments: object) -> None:
+    """The fake of an operation that changes an argument and returns nothing."""
+
+
 def refuse_gradients(what: str, *tensors: Tensor) -> None:
     """For an operation that changes an argument in place.
 

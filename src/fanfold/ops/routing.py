@@ -22,26 +22,12 @@ def route_topk(
     group_score: GroupScore,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """[T, E] logits -> ids int32 [T, k], weights fp32 [T, k]: see spec.Router."""
+    """[T, E] logits -> ids int32 [T, k], weights fp32 [T, k], in one launch on a GPU: see spec.Router."""
     router = Router(top_k, scoring, renormalize, n_group, topk_group, group_score, scaling)
-    return reference.route_topk(logits, router, bias)
-
-
-def route_topk_cuda(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: Scoring,
-    renormalize: bool,
-    n_group: int,
-    topk_group: int,
-    group_score: GroupScore,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """route_topk on the GPU, in one launch."""
+    if logits.device.type == "cpu":
+        return reference.route_topk(logits, router, bias)
     from fanfold.routing import topk
 
-    router = Router(top_k, scoring, renormalize, n_group, topk_group, group_score, scaling)
     with torch.cuda.device_of(logits):
         return topk.route_topk(logits, router, bias)
 
@@ -113,7 +99,7 @@ OPS = {
         "(Tensor logits, Tensor? bias, int top_k, str scoring, bool renormalize, int n_group, int topk_group, "
         "str group_score, float scaling) -> (Tensor, Tensor)",
         route_topk,
-        route_topk_cuda,
+        route_topk,
         route_topk_fake,
     ),
     "plan_sort": Op(

@@ -52,17 +52,17 @@ def gate_up(**changes: Any) -> None:
 
 
 def shrink(**changes: Any) -> None:
-    from fanfold.kernels.lora.named import lora_shrink_grouped
+    from fanfold.kernels.lora import launch
 
     arguments: dict[str, Any] = {"x": half(T, K), "table": table(), "source": work(), "xa": half(2, R, 16)}
-    lora_shrink_grouped(**(arguments | {"gather_x": True} | changes))
+    launch.shrink("lora_shrink_grouped", **(arguments | {"gather_x": True} | changes))
 
 
 def expand(**changes: Any) -> None:
-    from fanfold.kernels.lora.named import lora_expand_gather
+    from fanfold.kernels.lora import launch
 
     arguments: dict[str, Any] = {"y": half(R, 2 * N), "table": table(), "source": rows(), "xa": half(2, R, 16)}
-    lora_expand_gather(**(arguments | changes))
+    launch.expand("lora_expand_gather", **(arguments | changes))
 
 
 def order(**changes: Any) -> None:

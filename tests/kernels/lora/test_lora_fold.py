@@ -158,12 +158,7 @@ def test_an_activation_behind_the_fold_gives_the_bits_of_two_steps(
 @pytest.mark.parametrize("planned", [True, False])
 def test_promise_b_windows_cover_the_whole_bit_for_bit(planned: bool, device: str) -> None:
     """A scratch of 5 rows, with NaN in it, and windows that cut tiles."""
-    from fanfold.kernels.lora.named import (
-        lora_expand_gather,
-        lora_expand_grouped,
-        lora_shrink_gather,
-        lora_shrink_grouped,
-    )
+    from fanfold.kernels.lora.launch import expand, shrink
     from fanfold.kernels.lora.sizes import windows
 
     dtype = torch.float16
@@ -171,13 +166,12 @@ def test_promise_b_windows_cover_the_whole_bit_for_bit(planned: bool, device: st
     x = random_values(T, K, dtype=dtype, device=device)
     y = random_values(R, 2 * N, dtype=dtype, device=device, seed=1)
     source = plan(batch, layer) if planned else single(batch, True)
-    steps = (lora_shrink_grouped, lora_expand_grouped) if planned else (lora_shrink_gather, lora_expand_gather)
     found = y.clone()
     xa = torch.empty(2, 5, 24, dtype=dtype, device=device)
     for start, end in [(3, 3), (9, 2), *windows(R, 5)]:
         poison(xa)
-        steps[0](x, layer.table, source, xa, gather_x=True, row_offset=start, row_end=end)
-        steps[1](found, layer.table, source, xa, row_offset=start, row_end=end)
+        shrink("shrink", x, layer.table, source, xa, gather_x=True, row_offset=start, row_end=end)
+        expand("expand", found, layer.table, source, xa, row_offset=start, row_end=end)
         assert same_bits(found[end:], y[end:]) or end < start
     assert same_bits(found, gate_up(layer, source, y, x))
 

@@ -133,8 +133,7 @@ def test_sums_of_integers_are_exact() -> None:
 
 
 def test_windows_of_many_rows() -> None:
-    from fanfold.kernels.lora.launch import fold_gate_up
-    from fanfold.kernels.lora.named import lora_expand_grouped, lora_shrink_grouped
+    from fanfold.kernels.lora.launch import expand, fold_gate_up, shrink
     from fanfold.kernels.lora.sizes import padded_rank, windows
 
     layer, batch = layer_of(4, 2, (4, 100)), random_batch(300, TOP_K, E, 4, "cuda")
@@ -146,8 +145,8 @@ def test_windows_of_many_rows() -> None:
         found, xa = y.clone(), torch.empty(2, cap, padded_rank(100), dtype=BF16, device="cuda")
         for start, end in list(windows(1200, cap)) if cap > 1 else [(p, p + 1) for p in range(0, 1200)]:
             poison(xa)
-            lora_shrink_grouped(x, layer.table, work, xa, gather_x=True, row_offset=start, row_end=end)
-            lora_expand_grouped(found, layer.table, work, xa, row_offset=start, row_end=end)
+            shrink("shrink", x, layer.table, work, xa, gather_x=True, row_offset=start, row_end=end)
+            expand("expand", found, layer.table, work, xa, row_offset=start, row_end=end)
         assert same_bits(found, whole)
 
 

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fanfold.kernels.lora.sizes import FEW_ROWS as FEW_ROWS
 from fanfold.spec.activation import Activation
 from fanfold.spec.adapters import AdapterTable
 from fanfold.spec.weights import ExpertWeights

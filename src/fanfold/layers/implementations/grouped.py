@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +22,8 @@ from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
+
+LOG = logging.getLogger("fanfold")
 
 
 class Grouped:
@@ -70,48 +76,26 @@ class Grouped:
 
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapters: Adapters | None = None) -> Tensor:
         """See Implementation."""
-        weights, orders = self.weights, (self.gate_up_order, self.down_order)
+        weights = self.weights
         experts, (tokens, top_k) = weights.shape.num_experts, topk_ids.shape
         topk_ids = topk_ids.contiguous()
         first = self._config(weights.gate_up, hidden.dtype, tokens * top_k, fused=adapters is None)
         second = self._config(weights.down, hidden.dtype, tokens * top_k, fused=False)
+        up_options = {"permutation": self.gate_up_order, "w8a8": self.w8a8}
+        down_options = {"permutation": self.down_order, "w8a8": self.w8a8}
         with torch.cuda.device_of(hidden):
             if tokens == 1:
-                y2 = products(
-                    hidden,
-                    topk_ids,
-                    None,
-                    self.activation,
-                    adapters,
-                    lambda activation: gather_gate_up(
-                        hidden, weights.gate_up, topk_ids, first, activation, permutation=orders[0], w8a8=self.w8a8
-                    ),
-                    lambda h: gather_down(h, weights.down, topk_ids, second, permutation=orders[1], w8a8=self.w8a8),
-                )
+                route = None
+                gate_up: Any = partial(gather_gate_up, hidden, weights.gate_up, topk_ids, first, **up_options)
+                down: Any = partial(gather_down, weights=weights.down, topk_ids=topk_ids, config=second, **down_options)
             else:
                 route, work = plan_sort(topk_ids, experts, first.block_t)
-                rows = route.sorted_rows
-                y2 = products(
-                    hidden,
-                    topk_ids,
-                    route,
-                    self.activation,
-                    adapters,
-                    lambda activation: grouped_gate_up(
-                        hidden,
-                        weights.gate_up,
-                        work,
-                        rows,
-                        top_k,
-                        first,
-                        activation,
-                        permutation=orders[0],
-                        w8a8=self.w8a8,
-                    ),
-                    lambda h: grouped_down(
-                        h, weights.down, work, rows, second, scatter=True, permutation=orders[1], w8a8=self.w8a8
-                    ),
+                plan = {"work": work, "sorted_rows": route.sorted_rows}
+                gate_up = partial(
+                    grouped_gate_up, hidden, weights.gate_up, work, route.sorted_rows, top_k, first, **up_options
                 )
+                down = partial(grouped_down, weights=weights.down, config=second, scatter=True, **plan, **down_options)
+            y2 = products(hidden, topk_ids, route, self.activation, adapters, gate_up, down)
             return combine(y2, topk_ids, topk_weights, experts)
 
     def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:
@@ -126,5 +110,6 @@ def _sorted(weights: ProjectionWeights) -> tuple[ProjectionWeights, Tensor | Non
         return weights, None
     try:
         return sort_by_group(weights)
-    except ArgumentError:  # groups of unlike sizes: the product looks up the scale of each input
+    except ArgumentError as error:  # the product then looks up the scale of each input
+        LOG.info("act-order runs as it lies on disk, about three times slower: found %s", error.found)
         return weights, None
