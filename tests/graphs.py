@@ -33,8 +33,11 @@ def check_replays(call: Call, batches: Sequence[Sequence[Tensor]]) -> None:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fills with what no kernel may leave there: NaN, or a large negative number."""
-    tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))
+    """Fills with what no kernel may leave there: NaN, or a large negative number; bytes with 0xFF, E4M3's NaN."""
+    if tensor.dtype == torch.uint8:
+        tensor.fill_(0xFF)
+    else:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

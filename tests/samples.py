@@ -40,6 +40,12 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def typical_error(found: Tensor, expected: Tensor) -> float:
+    """The median of tokens' relative errors, [..., N]: one that rounding takes to another expert is another token."""
+    errors = (found.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+    return float(errors.median())
+
+
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

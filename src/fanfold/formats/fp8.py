@@ -61,7 +61,7 @@ def quantize(
     rows, columns = _block(fmt, n, k)
     padded = zero_pad(weight.abs(), (0, -k % columns, 0, -n % rows))
     amax = padded.reshape(-(-n // rows), rows, -(-k // columns), columns).amax((1, 3))
-    scale = (amax / LARGEST).to(scale_dtype)
+    scale = (amax / amax.new_full((), LARGEST)).to(scale_dtype)  # CUDA multiplies by the reciprocal of a plain number
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = (weight / _spread(fmt, scale.float(), n, k)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return {"weight": codes, "scale": scale.reshape(scale_shape)}

@@ -79,10 +79,11 @@ def quantize(fmt: WeightFormat, weight: Tensor, g_idx: Tensor | None = None) -> 
     """
     shapes(fmt, *weight.shape)
     amax = weight.abs().max()
-    global_scale = LARGEST_VALUE / amax if fmt.divisor else amax / LARGEST_VALUE
+    global_scale = LARGEST_VALUE / amax if fmt.divisor else amax / amax.new_full((), LARGEST_VALUE)
     if not (torch.isfinite(global_scale) and global_scale > 0):  # all zeros, or too small for fp32
         global_scale = torch.ones_like(amax)
-    group_max = weight.abs().reshape(len(weight), -1, GROUP).amax(-1) / 6.0
+    largest = amax.new_full((), 6.0)  # CUDA multiplies by the reciprocal of a plain number
+    group_max = weight.abs().reshape(len(weight), -1, GROUP).amax(-1) / largest
     wanted = group_max * global_scale if fmt.divisor else group_max / global_scale
     scale = wanted.clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
     step = scale.float() / global_scale if fmt.divisor else scale.float() * global_scale

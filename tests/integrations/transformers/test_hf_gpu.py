@@ -11,7 +11,7 @@ from hf_decoding import Decoding, prompts
 import fanfold
 from fanfold.layers.experts import Experts
 from graphs import same_bits
-from samples import logits, relative_error, sample
+from samples import logits, relative_error, sample, typical_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,11 +35,11 @@ def test_logits_are_those_of_the_cpu(name: str) -> None:
     exact = fanfold.load_model(sample(name), dtype=torch.float32)
     ids = prompts(exact)
     expected = logits(exact, ids)
-    plain = relative_error(logits(fanfold.load_model(sample(name), dtype=torch.bfloat16), ids).float(), expected)
-    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 2 * plain)):  # routes may flip by rounding
+    plain = typical_error(logits(fanfold.load_model(sample(name), dtype=torch.bfloat16), ids).float(), expected)
+    for dtype, measure, error in ((torch.float32, relative_error, 1e-4), (torch.bfloat16, typical_error, 2 * plain)):
         model = fanfold.load_model(sample(name), device="cuda", dtype=dtype)
         assert next(m.implementation for m in model.modules() if isinstance(m, Experts)) != "reference"
-        assert relative_error(logits(model, ids.cuda()).cpu().float(), expected) < error
+        assert measure(logits(model, ids.cuda()).cpu().float(), expected) < error
 
 
 @pytest.mark.parametrize("name", ["gptq-int4", "base_qwen3moe_tiny_bf16"])

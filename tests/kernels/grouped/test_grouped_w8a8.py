@@ -40,6 +40,9 @@ def config_of(weights: ProjectionWeights, device: str) -> LaunchConfig:
 def check_quantized(x: Tensor, group_size: int) -> None:
     found, scales = quantize_rows(x, group_size)
     wanted, wanted_scales = reference_of(x, group_size)
+    on_cpu, scales_on_cpu = reference_of(x.cpu(), group_size)
+    assert same_bits(wanted.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
+    assert same_bits(wanted_scales.cpu(), scales_on_cpu)
     assert isinstance(scales, RowScales)
     assert scales.ptr is not None
     assert same_bits(scales.ptr, wanted_scales)

@@ -53,23 +53,23 @@ def experts_forward(experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_w
 
 def _activation(experts: nn.Module) -> Activation:
     """The activation of the module, by the class of its function: a compiler can't try it on a few numbers."""
-    function = getattr(experts, "act_fn", None)
-    known = _KNOWN.get(type(function).__qualname__)
-    plain = cast("Any", experts)._apply_gate.__name__ == "_default_apply_gate"
+    function = cast("object", getattr(experts, "act_fn", None))
+    known = _KNOWN.get(type(function))
+    plain = cast("Any", type(experts))._apply_gate.__name__ == "_default_apply_gate"
     post_norm = getattr(experts, "has_post_expert_norm", False)
     if known is not None and plain and not post_norm and known.gated == cast("Any", experts).has_gate:
         return known
     return activation_of(experts)
 
 
-def _known_functions() -> dict[str, Activation]:
+def _known_functions() -> dict[type, Activation]:
     """Classes of transformers' activation functions, each tried on a few numbers."""
-    found: dict[str, Activation] = {}
+    found: dict[type, Activation] = {}
     for name in ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2"):
         function = cast("Any", ACT2FN)[name]
         kind = kind_of(function)
         if kind is not None:
-            found[type(function).__qualname__] = Activation(kind)
+            found[type(function)] = Activation(kind)
     return found
 
 

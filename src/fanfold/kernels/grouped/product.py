@@ -143,7 +143,7 @@ def finish(
     if m_ptr is not None:
         scale = tl.load(m_ptr + expert * HALVES + half)
         if DIVIDE:
-            acc /= scale
+            acc = tl.div_rn(acc, tl.full(acc.shape, 1.0, tl.float32) * scale)
         else:
             acc *= scale
     if b_ptr is not None:

@@ -53,7 +53,8 @@ def quantize_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """
     rows, k = x.shape
     groups = zero_pad(x.float(), (0, -k % group_size)).view(rows, -1, group_size)
-    scales = groups.abs().amax(2) / LARGEST
+    largest = groups.abs().amax(2)
+    scales = largest / largest.new_full((), LARGEST)  # CUDA multiplies by the reciprocal of a plain number
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     numbers = (groups / scales[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return numbers.view(rows, -1)[:, :k], scales

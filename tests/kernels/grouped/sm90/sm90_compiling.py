@@ -26,6 +26,8 @@ LAYERS = (
 """E, k, H, I."""
 FEW = Sm90Config(32, 16, 1, 2, 256, 2, 1, True)
 MANY = Sm90Config(64, 16, 1, 2, 128, 3, 4, False)
+SHORT = Sm90Config(8, 8, 1, 2, 64, 3, 1, False)
+"""The fewest tiles of K that two fragments in turn allow."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def other_kernels() -> list[Kernel]:
         Kernel("mxfp4", 2, 64, 448, MANY, activation="clamped_swiglu", bias=True),
         Kernel("mxfp4", 1, 192, 448, MANY, bias=True),
         Kernel("gptq4-g128", 2, 64, 512, MANY, single=True, activation=None),
+        Kernel("gptq4-g32", 2, 64, 128, SHORT),
+        Kernel("nvfp4", 1, 128, 128, SHORT, chained=False),
         Kernel("gptq4-g128-actorder", 2, 64, 512, MANY, activation="gelu_tanh", ordered=True),
     ]
 

@@ -172,6 +172,14 @@ def test_an_odd_number_of_tiles() -> None:
         grouped_down(h, weights, items(40, 3), Sm90Config(16, 8, 1, 1, 64, 3, 1, False, 2))
 
 
+def test_a_single_turn_of_two_tiles() -> None:
+    """The compiler stops in an assertion of its own there."""
+    weights = prepare(projection("gptq4-g64", 3, 1, 128, 128))
+    h = torch.zeros(40, 128).bfloat16()
+    with pytest.raises(ArgumentError, match=r"found t8-w1x1-k64-s3 .* number of tiles, four or more"):
+        grouped_down(h, weights, items(40, 3), Sm90Config(8, 8, 1, 1, 64, 3, 1, False))
+
+
 def test_no_rows_and_no_experts_still_need_the_device() -> None:
     given = arguments()
     with pytest.raises(UnavailableError):

@@ -97,6 +97,7 @@ def misfits(config: Sm90Config, fmt: WeightFormat, rows: int, k: int, gate_up: b
     group = WHOLE_GROUP if fp4 else fmt.group_size
     inputs = k // config.parts
     steps = inputs // config.block_k
+    tiles = config.block_k // TILE * config.slabs * steps
     wanted = {
         f"weight rows in multiples of {config.rows}": rows % config.rows == 0,
         f"K in multiples of {config.block_k * config.parts}": k % (config.block_k * config.parts) == 0,
@@ -104,8 +105,8 @@ def misfits(config: Sm90Config, fmt: WeightFormat, rows: int, k: int, gate_up: b
         "whole groups in each part of K": inputs % group == 0,
         "block_k that holds whole groups, of 64 or more": not config.scale_on_sum
         or (group >= WHOLE_GROUP and config.block_k % group == 0 and not fp4),
-        # Two fragments take turns as the operand of products in flight.
-        "an even number of tiles": config.scale_on_sum or (config.block_k // TILE * config.slabs * steps) % 2 == 0,
+        # Two fragments take turns as the operand of products in flight; of one turn alone the compiler makes nothing.
+        "an even number of tiles, four or more": config.scale_on_sum or (tiles % 2 == 0 and tiles >= 4),
         "one part, for gate_up and for fp4": config.parts == 1 or not (gate_up or fp4),
     }
     return tuple(expected for expected, good in wanted.items() if not good)

@@ -80,7 +80,9 @@ def fit(config: Sm90Config, sizes: Sizes, gate_up: bool) -> Sm90Config:
         UnavailableError: there is none (never for weights that `prepare` accepts).
     """
     fmt = sizes[0]
-    starts = [config, _on_weights(config)] if fmt.kind not in FP4_GROUPS else [_on_weights(config)]
+    on_weights = _on_weights(config)
+    starts = [] if fmt.kind in FP4_GROUPS else [config]
+    starts += [on_weights, replace(on_weights, warpgroups=1, slabs=2)]  # the last for K = 128
     for candidate in (near for start in starts for near in _near(start)):
         scales = candidate.block_k // fmt.group_size * candidate.slabs
         if (not candidate.scale_on_sum or scales <= MOST_SCALES) and not misfits(candidate, *sizes, gate_up):
