@@ -16,14 +16,13 @@ EXTRAS := hf,dev
 pip = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(1) \
 	>> $(LOG) 2>&1 || { cat $(LOG) >&2; echo "Installation failed: pip's output is above." >&2; exit 1; }
 
-.PHONY: help demo test lint format slow-test gpu-test clean
+.PHONY: help demo test lint format gpu-test clean
 
 help:
 	@echo "make demo      one batch on the bundled model: base and three adapters, text and check"
 	@echo "make test      lint, types and tests, as CI runs them"
 	@echo "make lint      ruff and pyright alone"
 	@echo "make format    let ruff reformat"
-	@echo "make slow-test the tests that take minutes in Triton's interpreter"
 	@echo "make gpu-test  tests marked gpu, with the Python that has your CUDA torch (PYTHON=$(PYTHON))"
 	@echo "make clean     remove .venv and caches"
 
@@ -33,7 +32,7 @@ demo: $(STAMP)
 
 test: lint
 	@echo "tests (two workers) ..."
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(STAMP)
 	@echo "ruff ..."
@@ -45,9 +44,6 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
-
-slow-test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m slow
 
 # Not in .venv: its torch may be a build without CUDA.
 gpu-test:

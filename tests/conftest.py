@@ -5,24 +5,29 @@ import os
 import pytest
 import torch
 
-from interpreter import read_loop_bounds
+from interpreter import FILES_WITH_CASES, patch_interpreter
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "interpreter: runs where TRITON_INTERPRET=1, started by run_in_interpreter")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        read_loop_bounds()
+    config.addinivalue_line("markers", "interpreter: runs where TRITON_INTERPRET=1, started by test_interpreter.py")
+    if INTERPRETED:
+        # numpy warns of infinities and NaN that a GPU makes silently.
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
+        patch_interpreter()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drops the tests that can't run in this process."""
-    off = set()
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        off.add("interpreter")
-    if not torch.cuda.is_available():
-        off.add("gpu")
-    dropped = [item for item in items if any(item.get_closest_marker(name) for name in off)]
-    items[:] = [item for item in items if item not in dropped]
+    config.stash[FILES_WITH_CASES] = {item.path for item in items if item.get_closest_marker("interpreter")}
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        here = bool(item.get_closest_marker("interpreter")) is INTERPRETED
+        runs = here and (torch.cuda.is_available() or not item.get_closest_marker("gpu"))
+        (kept if runs else dropped).append(item)
+    items[:] = kept
     config.hook.pytest_deselected(items=dropped)
 
 

@@ -15,7 +15,6 @@ from fanfold.lora.convert import convert
 from fanfold.lora.site import Site
 from fanfold.spec import Activation, ExpertWeights, ProjectionWeights
 from graphs import check_replays, dirty_memory, same_bits
-from interpreter import run_in_interpreter
 from samples import SILU, numbers, random_experts, random_pairs, random_routing, relative_error
 
 E, H, INNER, K, SLOTS = 4, 64, 32, 2, 3
@@ -28,11 +27,6 @@ class Place:
     path: str
     dtype: torch.dtype
     device: torch.device
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def moved(weights: ExpertWeights, device: str) -> ExpertWeights:

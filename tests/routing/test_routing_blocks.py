@@ -11,15 +11,9 @@ from fanfold.errors import ArgumentError
 from fanfold.routing.reference import plan_blocks as reference
 from fanfold.routing.reference import plan_sort
 from graphs import check_replays, dirty_memory
-from interpreter import run_in_interpreter
 
 FORMS = pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def test_reference_by_hand() -> None:

@@ -11,14 +11,8 @@ from fanfold.errors import ArgumentError
 from fanfold.routing.reference import plan_sort as reference
 from fanfold.routing.reference import work_items, work_list
 from graphs import check_replays, dirty_memory
-from interpreter import run_in_interpreter
 
 FORMS = pytest.mark.parametrize("one_launch", [True, False], ids=["one launch", "two launches"])
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def check(ids: Tensor, experts: int, tile: int, one_launch: bool | None = None) -> None:

@@ -10,7 +10,6 @@ from fanfold.routing.reference import route_topk as reference
 from fanfold.routing.sizes import power_of_two
 from fanfold.spec.router import SCORINGS, Router
 from graphs import check_replays, dirty_memory
-from interpreter import run_in_interpreter
 
 CASES = {
     "mixtral": (8, Router(2, renormalize=True), False),
@@ -29,11 +28,6 @@ CASES = {
     "no power of two": (1025, Router(3), False),
 }
 ALL_CASES = pytest.mark.parametrize(("experts", "router", "biased"), CASES.values(), ids=CASES)
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def route(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.kernels.activation.reference import activate as reference
 from fanfold.spec.activation import KINDS, Activation
 from graphs import check_replays, dirty_memory
-from interpreter import run_in_interpreter
 
 ALL_KINDS = pytest.mark.parametrize("activation", [Activation(kind) for kind in KINDS], ids=KINDS)
 ON_GPU_TOO = [
@@ -16,10 +15,6 @@ ON_GPU_TOO = [
     torch.float16,
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),  # int -> bf16 is wrong in the interpreter
 ]
-
-
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def call(y1: Tensor, activation: Activation) -> Tensor:

@@ -7,17 +7,12 @@ from torch import Tensor
 from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.kernels.combine.reference import combine as reference
 from graphs import check_replays, dirty_memory
-from interpreter import run_in_interpreter
 
 ON_GPU_TOO = [
     torch.float32,
     torch.float16,
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
 ]
-
-
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def call(y2: Tensor, ids: Tensor, weights: Tensor, experts: int) -> Tensor:

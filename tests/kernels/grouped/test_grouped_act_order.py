@@ -14,7 +14,6 @@ from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.grouped.act_order import sort_by_group
 from fanfold.spec import Activation
 from graphs import dirty_memory, same_bits
-from interpreter import run_in_interpreter
 from samples import numbers
 
 HALF = torch.float16
@@ -27,11 +26,6 @@ FORMATS = [
     "packed3-g32-actorder",
 ]
 K = 224  # the last group of 64 is short
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @pytest.mark.parametrize("name", FORMATS)

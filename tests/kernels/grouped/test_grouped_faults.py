@@ -14,16 +14,10 @@ from fanfold.formats.stack import stack
 from fanfold.spec import ProjectionWeights, WeightFormat
 from fanfold.spec.launch import LaunchConfig
 from graphs import same_bits
-from interpreter import run_in_interpreter
 from samples import numbers
 
 SMALL = LaunchConfig(32, 32, 16, 4, 2)
 HALF = torch.float16
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def product(weights: ProjectionWeights, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -25,16 +25,10 @@ from fanfold.kernels.activation.reference import activate
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.launch import LaunchConfig
 from graphs import dirty_memory, same_bits
-from interpreter import run_in_interpreter
 from samples import numbers
 
 SMALL = LaunchConfig(32, 32, 16, 4, 2)
 DTYPES = {"cpu": (torch.float16, torch.float32), "cuda": (torch.float16, torch.bfloat16, torch.float32)}
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -12,14 +12,9 @@ from fanfold.errors import ArgumentError
 from fanfold.kernels.grouped import rows as without_plan
 from fanfold.spec import Activation
 from graphs import dirty_memory, poison, same_bits
-from interpreter import run_in_interpreter
 from samples import numbers
 
 HALF = torch.float16
-
-
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def ids_of(device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:

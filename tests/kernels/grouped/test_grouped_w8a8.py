@@ -19,15 +19,9 @@ from fanfold.kernels.grouped.reference import quantize_rows as reference_of
 from fanfold.spec import Activation, ProjectionWeights
 from fanfold.spec.launch import LaunchConfig
 from graphs import dirty_memory, same_bits
-from interpreter import run_in_interpreter
 from samples import numbers, relative_error
 
 K = 160  # the last block of inputs is short
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def config_of(weights: ProjectionWeights, device: str) -> LaunchConfig:

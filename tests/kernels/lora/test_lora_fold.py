@@ -26,17 +26,11 @@ from fanfold.kernels.activation.reference import activate
 from fanfold.spec import Activation
 from fanfold.spec.adapters import AdapterRows
 from graphs import poison, same_bits
-from interpreter import run_in_interpreter
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 SLOW = [pytest.mark.gpu]  # in the interpreter
 T, TOP_K, E, SLOTS, K, N = 5, 2, 3, 2, 96, 72
 R = T * TOP_K
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def random_values(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:

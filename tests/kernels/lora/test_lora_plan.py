@@ -13,12 +13,6 @@ from fanfold.routing.reference import plan_sort
 from fanfold.spec import Route
 from fanfold.spec.adapters import AdapterWork
 from graphs import check_replays, dirty_memory
-from interpreter import run_in_interpreter
-
-
-@pytest.mark.slow
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from fanfold.kernels.grouped.sm90.prepare import prepare_layer
 from fanfold.routing.reference import plan_sort, work_items
 from fanfold.spec import ExpertWeights, ProjectionWeights
 from fanfold.spec.work import WorkItems
-from interpreter import run_in_interpreter
 from samples import random_projection
 
 
@@ -78,10 +77,6 @@ def test_groups_that_are_not_full() -> None:
     g_idx[1, 0, 5] = (g_idx[1, 0, 5] + 1) % 3
     with pytest.raises(UnsupportedError, match="down on sm_90: found groups of other sizes in 1 experts, the first 1"):
         prepare_layer(replace(weights, down=with_g_idx(weights.down, g_idx)))
-
-
-def test_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @pytest.mark.parametrize(("tokens", "tile", "k"), [(1, 8, 64), (33, 16, 192), (70, 64, 320)])
