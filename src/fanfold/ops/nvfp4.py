@@ -265,5 +265,6 @@ OPS = {
 }
 for _name, _schema in _schemas().items():
     _call = ENTRIES[_name]
-    OPS[_name] = Op(_schema.replace("OFFSETS", "int[]"), _call, _call, in_place, floats=False)
-    OPS[f"{_name}.device"] = Op(_schema.replace("OFFSETS", "Tensor"), _call, _call, in_place, floats=False)
+    # The first that does not match prints what it was given, which would read tensors: so it must not be given any.
+    OPS[_name] = Op(_schema.replace("OFFSETS", "Tensor"), _call, _call, in_place, floats=False)
+    OPS[f"{_name}.host"] = Op(_schema.replace("OFFSETS", "int[]"), _call, _call, in_place, floats=False)

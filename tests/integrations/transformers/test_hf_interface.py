@@ -47,7 +47,7 @@ def test_compiled_in_one_graph(place: str) -> None:
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         found = compiled(input_ids=ids, use_cache=False).logits
-        assert torch.equal(found, model(input_ids=ids, use_cache=False).logits)
+        assert relative_error(found, model(input_ids=ids, use_cache=False).logits) < 1e-6
 
 
 def test_weights_of_another_dtype_are_refused() -> None:
