@@ -16,13 +16,14 @@ EXTRAS := hf,dev
 pip = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(1) \
 	>> $(LOG) 2>&1 || { cat $(LOG) >&2; echo "Installation failed: pip's output is above." >&2; exit 1; }
 
-.PHONY: help demo test lint format gpu-test clean
+.PHONY: help demo test lint format record gpu-test clean
 
 help:
 	@echo "make demo      one batch on the bundled model: base and three adapters, text and check"
 	@echo "make test      lint, types and tests, as CI runs them"
 	@echo "make lint      ruff and pyright alone"
 	@echo "make format    let ruff reformat"
+	@echo "make record    compile kernels that have changed, so that make test need not"
 	@echo "make gpu-test  tests marked gpu, with the Python that has your CUDA torch (PYTHON=$(PYTHON))"
 	@echo "make clean     remove .venv and caches"
 
@@ -44,6 +45,12 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
+
+# Compiles all that the tests compile, and checks it; after changes of kernels, so that make test need not.
+record: $(STAMP)
+	@: > tests/compiled.jsonl
+	@OMP_NUM_THREADS=1 FANFOLD_RECORD=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/kernels tests/routing
+	@LC_ALL=C sort -u -o tests/compiled.jsonl tests/compiled.jsonl
 
 # Not in .venv: its torch may be a build without CUDA.
 gpu-test:

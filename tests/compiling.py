@@ -1,16 +1,27 @@
-"""Compiles a Triton kernel for a GPU that is not here, and reads what it takes of one."""
+"""Compiles Triton kernels for GPUs that are not here, and reads what the code takes of one and does.
 
+Compiling takes seconds. What it found for a kernel, arguments, arch and compiler is kept in compiled.jsonl under the
+name that Triton's own cache would give it, so only what has changed since `make record` is compiled, and one of 16 of
+the others: it must give what is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import compile_record
 from fanfold.spec.arch import SHARED_BYTES
+from hazards import hazards, operands
 
 ARCHS = sorted(SHARED_BYTES, key=lambda arch: int(arch.removeprefix("sm_")))
 ALL_ARCHS = pytest.mark.parametrize("arch", ARCHS)
@@ -18,17 +29,27 @@ ALL_ARCHS = pytest.mark.parametrize("arch", ARCHS)
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes.
+    """What a compiled kernel takes, and of its machine code what the tests look at.
 
     Attributes:
         registers: a thread.
         stack: bytes a thread in local memory; more than 0 where registers spill.
         shared: bytes of shared memory a block.
+        products: names of the matrix instructions, e.g. "HMMA.16816.F32"; these three are empty unless disassembled.
+        register_operands: matrix instructions of Hopper that take their left operand from registers.
+        hazards: writes to such an operand in flight.
     """
 
     registers: int
     stack: int
     shared: int
+    products: tuple[str, ...] = ()
+    register_operands: int = 0
+    hazards: tuple[str, ...] = ()
+
+    def has_product(self, name: str) -> bool:
+        """Whether a matrix instruction's name holds this: "OMMA" is in UTCOMMA, HMMA is not in HGMMA."""
+        return any(name in product for product in self.products)
 
 
 def compile_kernel(
@@ -47,7 +68,6 @@ def compile_kernel(
     Returns:
         What the kernel takes.
     """
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -60,8 +80,7 @@ def compile_kernel(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")},
     )
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
-    return _read(compiled, disassemble=False)[0]
+    return _known_or_compiled(source, target, {"num_warps": num_warps, **options}, disassemble=False)
 
 
 def check_fits(resources: Resources, arch: str) -> None:
@@ -70,21 +89,49 @@ def check_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_BYTES[arch], f"more shared memory than {arch} has: {resources}"
 
 
-def _read(compiled: Any, disassemble: bool) -> tuple[Resources, str]:
-    """What a compiled kernel takes, and its machine code (or ""), by the cuobjdump that triton brings."""
+def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], disassemble: bool) -> Resources:
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
+
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    whole = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars()) + f"-{disassemble}"
+    key = hashlib.sha256(whole.encode()).hexdigest()[:24]
+    known = compile_record.find(key)
+    if known and not key.startswith("0"):
+        return known
+    compiled = triton.compile(source, target=target, options=options)
+    resources = _read(compiled, disassemble)
+    assert known in (None, resources), f"{source.name}: compiled.jsonl holds {known}"
+    compile_record.add(key, f"{source.name} sm_{target.arch}", resources)
+    return resources
+
+
+def _read(compiled: Any, disassemble: bool) -> Resources:
+    """By the cuobjdump that triton brings."""
+    usage = _dump(compiled, "-res-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    taken = (int(found[1]), int(found[2]), compiled.metadata.shared)
+    if not disassemble:
+        return Resources(*taken)
+    sass = _dump(compiled, "-sass")
+    products = sorted(set(re.findall(r"\b[A-Z]+MMA\b[.\w]*", sass)))
+    in_registers = len(operands(sass))
+    found_hazards = hazards(sass) if in_registers else []
+    return Resources(*taken, tuple(products), in_registers, tuple(str(hazard) for hazard in found_hazards))
+
+
+def _dump(compiled: Any, flag: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage, *sass = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-            for flag in (("-res-usage", "-sass") if disassemble else ("-res-usage",))
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared), "".join(sass)
+        return subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 class _Absent:
@@ -105,9 +152,24 @@ class _Absent:
         return 0
 
 
-def compile_launch(
-    kernel: Any, arguments: Mapping[str, Any], arch: str, disassemble: bool = True
-) -> tuple[Resources, str]:
+@contextmanager
+def _compiler_of(kernel: Any, arch: str, compile: Any) -> Iterator[None]:
+    """Has launches of the kernel go to `compile` instead of a GPU."""
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(_Absent(int(arch.removeprefix("sm_"))))
+    try:
+        kernel.device_caches.pop(driver.active.get_current_device(), None)
+        kernel.device_caches[driver.active.get_current_device()]  # sets the kernel's compiler
+        kernel.compile = compile
+        yield
+    finally:
+        kernel.device_caches.pop(driver.active.get_current_device())
+        driver._active = before
+
+
+def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str, disassemble: bool = True) -> Resources:
     """Compiles what a launch with these arguments would, for a GPU that is not here.
 
     Args:
@@ -117,14 +179,19 @@ def compile_launch(
         disassemble: False saves a second or so.
 
     Returns:
-        What the kernel takes, and its machine code as `cuobjdump -sass` prints it ("" without `disassemble`).
+        What the kernel takes.
     """
-    from triton.runtime import driver
 
-    before = driver._active
-    driver.set_active(_Absent(int(arch.removeprefix("sm_"))))
-    try:
-        compiled = kernel.warmup(grid=(1,), **arguments)
-    finally:
-        driver._active = before
-    return _read(compiled, disassemble)
+    def compile(source: Any, target: Any, options: dict[str, Any]) -> Resources:
+        return _known_or_compiled(source, target, options, disassemble)
+
+    with _compiler_of(kernel, arch, compile):
+        return kernel.warmup(grid=(1,), **arguments)
+
+
+def machine_code(kernel: Any, arguments: Mapping[str, Any], arch: str) -> str:
+    """What `cuobjdump -sass` prints of the code that a launch would compile."""
+    import triton
+
+    with _compiler_of(kernel, arch, triton.compile):
+        return _dump(kernel.warmup(grid=(1,), **arguments), "-sass")

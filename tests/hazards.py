@@ -1,8 +1,8 @@
 """Finds machine code for Hopper that overwrites the register operand of a matrix instruction still in flight.
 
-HGMMA reads a left operand from four registers while later instructions run; until a WARPGROUP.DEPBAR has waited for its
-group, nothing may write to them. Neither Triton 3.6 nor ptxas sees to that. The check follows every path through a
-kernel, so every loop in all of its turns, and needs no GPU.
+HGMMA and QGMMA read a left operand from four registers while later instructions run; until a WARPGROUP.DEPBAR has
+waited for its group, nothing may write to them. Neither Triton 3.6 nor ptxas sees to that. The check follows every path
+through a kernel, so every loop in all of its turns, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_GROUPS = 8  # kept in flight; older ones must have been found by then
 
 
 class Operand(NamedTuple):
-    """The left operand of one HGMMA."""
+    """The left operand of one instruction."""
 
     address: int
     first: int
@@ -44,8 +44,8 @@ def instructions(sass: str) -> list[tuple[int, str]]:
 
 
 def operand_of(address: int, text: str) -> Operand | None:
-    """The left operand in registers, of an HGMMA that has one."""
-    m = re.search(r"HGMMA\S*\s+R\d+, R(\d+),", text)
+    """The left operand in registers, of an HGMMA or QGMMA that has one."""
+    m = re.search(r"[HQ]GMMA\S*\s+R\d+, R(\d+),", text)
     return Operand(address, int(m[1])) if m else None
 
 
@@ -92,7 +92,7 @@ def hazards(sass: str) -> list[Hazard]:
 
 def _step(address: int, text: str, state: State, found: set[Hazard]) -> State:
     groups, making = state
-    if "HGMMA" in text:
+    if "HGMMA" in text or "QGMMA" in text:
         operand = operand_of(address, text)
         making = making | {operand} if operand else making
         return ((*groups, making)[-MOST_GROUPS:], frozenset()) if "gsb0" in text else (groups, making)

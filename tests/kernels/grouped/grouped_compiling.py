@@ -38,8 +38,8 @@ N, K, EXPERTS, TOP_K = 256, 512, 2, 2
 
 def compiled(
     name: str, config: LaunchConfig, arch: int, dtype: torch.dtype, fused: bool, w8a8: bool = False
-) -> tuple[Resources, str]:
-    """Resources of gate_up for one arch, and its SASS where products can take weights from registers (Hopper)."""
+) -> Resources:
+    """Of gate_up for one arch; disassembled where products can take weights from registers (Hopper)."""
     from fanfold.kernels.common.operands import RowScales
     from fanfold.kernels.grouped.launch import launch_arguments
     from fanfold.kernels.grouped.product import grouped_product

@@ -102,8 +102,8 @@ def given_kernels() -> list[Kernel]:
     return list(found)
 
 
-def compiled(kernel: Kernel) -> tuple[Resources, str]:
-    """Resources and SASS."""
+def compiled(kernel: Kernel) -> Resources:
+    """What it takes and does."""
     weights = empty_weights(kernel.format, kernel.halves, kernel.n, kernel.k)
     extra: dict[str, torch.Tensor] = {"bias": torch.zeros(1, kernel.halves, kernel.n)} if kernel.bias else {}
     extra |= {"order": torch.zeros(1, kernel.k, dtype=torch.int32)} if kernel.ordered else {}

@@ -15,7 +15,6 @@ from sm90_compiling import Kernel, compiled, given_kernels, other_kernels, tuned
 
 from fanfold.kernels.grouped.sm90 import epilogue, product, unpack
 from fanfold.spec.arch import SHARED_BYTES
-from hazards import hazards, operands
 
 MANIFEST = Path(__file__).with_suffix(".json")
 REGISTERS = 65536
@@ -37,9 +36,9 @@ def source() -> str:
 
 def check(kernel: Kernel) -> list[int]:
     """Registers, shared bytes and spilled bytes a thread; fails where the kernel is not sound."""
-    resources, sass = compiled(kernel)
-    assert operands(sass), "weights are not a register operand: the check has nothing to see"
-    assert hazards(sass) == [], kernel.name
+    resources = compiled(kernel)
+    assert resources.register_operands, "weights are not a register operand: the check has nothing to see"
+    assert resources.hazards == (), kernel.name
     assert resources.shared <= SHARED_BYTES["sm_90"]
     assert resources.registers * 32 * 4 * kernel.config.warpgroups <= REGISTERS
     return [resources.registers, resources.shared, resources.stack]

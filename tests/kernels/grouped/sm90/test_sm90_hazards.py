@@ -6,7 +6,7 @@ import pytest
 import torch
 from sm90_bad_kernel import one_operand
 
-from compiling import compile_launch
+from compiling import machine_code
 from hazards import hazards, operands, written
 
 
@@ -15,7 +15,7 @@ def test_the_bad_kernel_is_flagged(in_flight: int) -> None:
     """One product in flight while the next weights are loaded to its registers: NaN on the device."""
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     arguments = dict(x_ptr=x, w_ptr=x, y_ptr=torch.zeros(64, 64), steps=8, IN_FLIGHT=in_flight)
-    _, sass = compile_launch(one_operand, arguments, "sm_90")
+    sass = machine_code(one_operand, arguments, "sm_90")
     assert len(operands(sass)) == 4
     found = hazards(sass)
     assert bool(found) == bool(in_flight)
@@ -41,6 +41,13 @@ def test_the_second_turn_of_a_loop_is_followed() -> None:
 def test_every_branch_is_followed() -> None:
     code = [PRODUCT, "@!P1 BRA 0x40", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "BRA 0x50", "MOV R4, R1", "EXIT"]
     assert [h.address for h in hazards(listing(*code))] == [0x40]
+
+
+def test_register_operands_are_found() -> None:
+    halves = "HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR8], R24"
+    bytes_ = "QGMMA.64x16x32.F32.E4M3.E4M3 R24, R8, gdesc[UR8], R24"
+    shared = "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8], R24"
+    assert operands(listing(halves, bytes_, shared)) == [(0, 4), (16, 8)]
 
 
 @pytest.mark.parametrize(
