@@ -111,7 +111,9 @@ def test_adapters() -> None:
     assert row["gigabytes_per_second"] == pytest.approx(
         (row["weight_bytes"] + row["adapter_bytes"]) / row["median_us"] * 1e-3
     )
+    (base,) = cells(tokens=[6], settings=Settings(CPU, adapters=2, rank=4, popularity="none"))
     (without,) = cells(tokens=[6])
+    assert (base.adapter_bytes, base.flops) == (0, without.flops)
     assert cell.check is not None
     assert without.check is not None
     assert cell.check.error != without.check.error

@@ -14,23 +14,24 @@ from fanfold.layers.reference import LayerPairs
 from fanfold.lora.adapter import Projection
 from fanfold.spec.lora import LoraPair, padded_rank
 
-Popularity = Literal["identical", "uniform", "skewed", "distinct"]
-POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct")
+Popularity = Literal["identical", "uniform", "skewed", "distinct", "none"]
+POPULARITIES: tuple[Popularity, ...] = ("identical", "uniform", "skewed", "distinct", "none")
 
 Pairs = dict[tuple[Projection, int], LoraPair]
 
 
 def adapter_ids(popularity: Popularity, tokens: int, adapters: int, seed: int) -> Tensor:
-    """The adapter of each token; none is without.
+    """The adapter of each token.
 
     `identical`: all have the first. `uniform`: each adapter is as likely as any other. `skewed`: the n-th is drawn with
-    a weight of 1/n. `distinct`: the adapters in turn, so that neighbours differ.
+    a weight of 1/n. `distinct`: the adapters in turn, so that neighbours differ. `none`: all tokens are the base's,
+    beside loaded adapters.
 
     Returns:
-        int32 [T] on the CPU.
+        int32 [T] on the CPU, -1 = base.
     """
-    if popularity == "identical":
-        return torch.zeros(tokens, dtype=torch.int32)
+    if popularity in ("identical", "none"):
+        return torch.full((tokens,), 0 if popularity == "identical" else -1, dtype=torch.int32)
     if popularity == "distinct":
         return torch.arange(tokens, dtype=torch.int32) % adapters
     weights = 1.0 / (torch.arange(adapters) + 1) if popularity == "skewed" else torch.ones(adapters)

@@ -46,7 +46,8 @@ def pairs_met(batch: Batch) -> int:
     """How many (adapter, expert) a batch meets."""
     if batch.adapter_ids is None:
         return 0
-    return len(cast("Tensor", torch.unique((batch.adapter_ids[:, None].long() << 32) | batch.topk_ids)))
+    pairs = (batch.adapter_ids[:, None].long() << 32) | batch.topk_ids
+    return len(cast("Tensor", torch.unique(pairs[batch.adapter_ids >= 0])))
 
 
 def random_batch(

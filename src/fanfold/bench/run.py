@@ -166,7 +166,8 @@ def work(cell: Cell, batches: Sequence[Batch]) -> dict[str, Any]:
     answers = [explain(replace(shape.experts, num_experts=count), cell.format, arch, rows) for count in met]
     weights = [int(answer["weight_bytes"]) for answer in answers]
     adapters = [pairs_met(batch) * pair_bytes(shape, settings.rank, settings.dtype) for batch in batches]
-    flops = int(answers[0]["flops"]) + (rows * pair_flops(shape, settings.rank) if settings.adapters else 0)
+    changed = rows if settings.adapters and settings.popularity != "none" else 0
+    flops = int(answers[0]["flops"]) + changed * pair_flops(shape, settings.rank)
     floor = None
     rates = ARCHS.get(arch)
     if rates is not None and rates.name in torch.cuda.get_device_name(settings.device):  # others have other rates

@@ -33,6 +33,7 @@ class PopularityName(StrEnum):
     UNIFORM = "uniform"
     SKEWED = "skewed"
     DISTINCT = "distinct"
+    NONE = "none"
 
 
 class DeviceName(StrEnum):
@@ -65,12 +66,12 @@ def bench(
         RoutingName, typer.Option(help="Experts equally likely, equally loaded, or the n-th with a weight of 1/n.")
     ] = RoutingName.UNIFORM,
     adapters: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Adapters on all experts; every token has one.")
+        int, typer.Option(min=0, metavar="N", help="Adapters on all experts; tokens have one each.")
     ] = 0,
     rank: Annotated[int, typer.Option(min=1, max=512, metavar="R", help="Of the adapters.")] = 16,
     popularity: Annotated[
         PopularityName,
-        typer.Option(help="All tokens have one adapter, any, the n-th with a weight of 1/n, or each another."),
+        typer.Option(help="All tokens have one adapter, any, the n-th with a weight of 1/n, each another, or none."),
     ] = PopularityName.UNIFORM,
     implementation: Annotated[str, typer.Option(metavar="NAME", help="auto, or one by name.")] = "auto",
     device: Annotated[

@@ -64,8 +64,8 @@ def launches(implementation: str | None, job: LayerJob, batch: Batch, arch: str)
 def _grouped(job: LayerJob, batch: Batch, arch: int) -> Launches:
     """Of `implementations/grouped.py`: act-order is sorted by group when the layer is loaded."""
     up, down = (replace(fmt, act_order=False) for fmt in (job.gate_up, job.down))
-    experts, fused = job.shape.num_experts, batch.adapters == 0
-    first = config_for(up, job.shape.hidden, job.dtype, arch, batch.rows, experts, fused)
+    experts = job.shape.num_experts
+    first = config_for(up, job.shape.hidden, job.dtype, arch, batch.rows, experts, fused=True)
     second = config_for(down, job.shape.intermediate, job.dtype, arch, batch.rows, experts)
     table = f"configs.py, {'227' if arch in LARGE else '99'} KiB"
 
@@ -78,7 +78,7 @@ def _grouped(job: LayerJob, batch: Batch, arch: int) -> Launches:
     steps = [
         *_plan(batch, first.block_t),
         *_order("x", job.gate_up, "kernels/grouped/act_order"),
-        product("gate_up", up, first, fused),
+        product("gate_up", up, first, True),
         *_fold("gate_up", job, batch, arch),
         *_order("h", job.down, "kernels/grouped/act_order"),
         product("down", down, second, False),
@@ -94,14 +94,14 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
     gate_up = job.gate_up, padded(shape.halves * shape.intermediate), padded(shape.hidden)
     down = job.down, padded(shape.hidden), padded(shape.intermediate)
     sizes = shape.hidden, shape.intermediate, shape.num_experts
-    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k, split=alone)
+    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k)
     row = found.row
 
     def product(step: str, config: Sm90Config, start: Sm90Config, sizes: Sizes) -> Step:
         changed = list(misfits(start, *sizes, step == "gate_up")) if config != start else []
         if config != start and not changed:
-            changed = ["one part, with adapters" if config.parts < start.parts else "scales that fit in registers"]
-        chained = {"chained": found.chained and alone}
+            changed = ["scales that fit in registers"]
+        chained = {"chained": found.chained}
         return _step(step, "kernels/grouped/sm90", config.name, asdict(config) | chained, start.name, changed)
 
     steps = [

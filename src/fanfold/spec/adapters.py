@@ -1,8 +1,9 @@
-"""AdapterTable, AdapterWork and AdapterRows: which pairs exist, and which rows meet them, on the device."""
+"""AdapterTable, AdapterWork, AdapterRows and Aside: which pairs exist, and which rows meet them, on the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,3 +113,19 @@ class AdapterRows:
     top_k: int
     sorted_rows: Tensor | None = None
     one_slot: int = -1
+
+
+class Aside(NamedTuple):
+    """Where gate_up puts y1 of the rows that have an adapter, for the fold; all other rows go on into h.
+
+    Attributes:
+        y1: [R, P*I] at positions, in h's dtype; other rows are not written.
+        adapter_ids: int32 [T]; a row has an adapter where its token's id is in [0, slots).
+        slots: adapter slots.
+        top_k: k.
+    """
+
+    y1: Tensor
+    adapter_ids: Tensor
+    slots: int
+    top_k: int

@@ -19,10 +19,12 @@ from grouped_jobs import (
     projection,
     random_job,
 )
+from torch import Tensor
 
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.activation.reference import activate
 from fanfold.spec import Activation, WeightFormat
+from fanfold.spec.adapters import Aside
 from fanfold.spec.launch import LaunchConfig
 from graphs import dirty_memory, same_bits
 from samples import numbers
@@ -132,6 +134,41 @@ def test_the_bias_is_added_before_the_one_rounding(device: str) -> None:
     job = job_of(torch.ones(1, 16, dtype=torch.float16, device=device), torch.zeros(1, 1, device=device).int(), 1, 16)
     y2 = grouped_down(job.x, weights, job.work, job.route.sorted_rows, SMALL)
     assert torch.equal(y2, torch.full((1, 16), 1.0 + 2.0**-10, dtype=torch.float16, device=device))
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(("name", "kind"), [("bf16", "silu"), ("gptq4-g64-actorder", "relu2")])
+def test_rows_with_an_adapter_are_set_aside(name: str, kind: str, planned: bool, device: str) -> None:
+    """Their y1 has the bits of a launch without activation; other rows go into h, those of ids beyond the slots too."""
+    from fanfold.kernels.grouped.act_order import sort_by_group
+    from fanfold.kernels.grouped.launch import grouped_gate_up
+    from fanfold.kernels.grouped.rows import gather_gate_up
+
+    activation, top_k = Activation(kind), 2
+    weights, order = projection(name, 3, 2 if activation.gated else 1, 40, K, device), None
+    if weights.format.act_order:
+        weights, order = sort_by_group(weights)
+    job = random_job(12, top_k, 3, K, SMALL, torch.float16, device)
+    rows = job.route.sorted_rows
+    if not planned:
+        rows = torch.arange(len(rows), device=device)
+    end = job.rows if planned else len(rows)
+
+    def launched(act: Activation | None, aside: Aside | None = None) -> Tensor:
+        options = {"activation": act, "permutation": order, "aside": aside}
+        if planned:
+            return grouped_gate_up(job.x, weights, job.work, job.route.sorted_rows, top_k, SMALL, **options)[:end]
+        return gather_gate_up(job.x, weights, job.ids.clamp(0, 2), SMALL, **options)
+
+    y1, h = launched(None), launched(activation)
+    for slots in ([-1, 4], [2, 3], [-1, 0, 2, 4]):
+        adapters = torch.tensor(slots).int().repeat(12)[:12].contiguous().to(device)
+        aside = Aside(torch.full((24, y1.shape[1]), 7.0, dtype=y1.dtype, device=device), adapters, 4, top_k)
+        found = launched(activation, aside)
+        adapted = ((adapters >= 0) & (adapters < 4))[rows[:end].long() // top_k]
+        assert same_bits(aside.y1[:end][adapted], y1[adapted])
+        assert (aside.y1[:end][~adapted] == 7).all()
+        assert same_bits(found[~adapted], h[~adapted])
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu", "relu2"])

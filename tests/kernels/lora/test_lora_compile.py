@@ -47,13 +47,21 @@ def values(number: int, columns: int) -> Tensor:
 
 
 def fold(
-    source: Any, projections: int, rank: int, activation: Activation | None, arch: int, chained: bool = False
+    source: Any,
+    projections: int,
+    rank: int,
+    activation: Activation | None,
+    arch: int,
+    chained: bool = False,
+    parts: int = 1,
 ) -> tuple[Any, dict[str, Any]]:
     from fanfold.kernels.lora import launch, product
 
     number = launch.row_count(source)
     x = values(number // TOP_K if projections == 2 else number, H if projections == 2 else I)
-    y = values(number, 2 * I if projections == 2 else H)
+    y = values(number, 2 * I) if projections == 2 else values(number, H)
+    if parts > 1:
+        y = torch.zeros(parts, number, H)
     out = y if activation is None else values(number, I)
     pairs, gather = table(projections, rank), projections == 2
     arguments = launch.fold_arguments(y, out, x, pairs, source, gather, False, activation, None, chained, arch)
@@ -88,6 +96,7 @@ CASES: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {
     "gate_up with SiLU, tile 8, chained": lambda arch: fold(work(8), 2, 16, SILU, arch, chained=True),
     "gate_up with SiLU, one token": lambda arch: fold(rows(8), 2, 16, SILU, arch),
     "down, tile 16": lambda arch: fold(work(16), 1, 16, None, arch),
+    "down in 4 parts, one token": lambda arch: fold(rows(8), 1, 16, None, arch, parts=4),
     "shrink, rank 512": lambda arch: two_launches(False, arch),
     "expand with SiLU, rank 512": lambda arch: two_launches(True, arch),
     "order, 16384 tokens": order,

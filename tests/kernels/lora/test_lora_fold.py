@@ -99,6 +99,24 @@ def test_down_reads_h_at_positions_and_may_write_to_rows(dtype: torch.dtype, dev
         assert same_bits(batch.at_positions(down(layer, source, of_rows, h, scatter=True)), found)
 
 
+@pytest.mark.parametrize("rank", [16, 40])
+def test_down_in_parts_has_the_bits_of_their_rounded_sum(rank: int, device: str) -> None:
+    """Base rows and rows without a pair keep their parts, bit for bit."""
+    layer = layer_of(torch.float16, device, (3, rank), projections=1)
+    batch = random_batch(T, TOP_K, E, SLOTS, device)
+    h = random_values(R, K, dtype=torch.float16, device=device)
+    parts = random_values(3, R, N, dtype=torch.float32, device=device, seed=1)
+    y = ((parts[0] + parts[1]) + parts[2]).half()
+    for source in sources(batch, layer).values():
+        folded = down(layer, source, y, h)
+        found = down(layer, source, parts, h)
+        changed = (folded != y).any(1)
+        assert 0 < changed.sum() < R
+        assert same_bits(found[0][changed], folded[changed].float())
+        assert not found[1:, changed].any()
+        assert same_bits(found[:, ~changed], parts[:, ~changed])
+
+
 @pytest.mark.parametrize(
     "rank", [1, 12, 48, 100, *(pytest.param(r, marks=SLOW) for r in (3, 8, 16, 32, 64, 128, 256, 512))]
 )
@@ -143,10 +161,15 @@ def test_an_activation_behind_the_fold_gives_the_bits_of_two_steps(
     y = random_values(R, projections * N, dtype=dtype, device=device, seed=1)
     source = plan(batch, layer) if max_rank == 40 else single(batch, True)
     folded = gate_up(layer, source, y, x)
-    h = gate_up(layer, source, y, x, activation=activation)
+    h = torch.full((R, N), 7.0, dtype=dtype, device=device)
+    gate_up(layer, source, y, x, activation=activation, h=h)
     used = batch.route.expert_offsets[-1]
-    assert same_bits(h[:used], two_steps(folded, activation)[:used])
-    torch.testing.assert_close(h[:used], activate(folded, activation)[:used], rtol=2e-2, atol=1e-3)
+    adapters = batch.adapters[(batch.route.sorted_rows // TOP_K).long()][:used]
+    adapted = (adapters >= 0) & (adapters < SLOTS)
+    assert (h[:used][~adapted] == 7).all()
+    assert same_bits(h[:used][adapted], two_steps(folded, activation)[:used][adapted])
+    torch.testing.assert_close(h[:used][adapted], activate(folded, activation)[:used][adapted], rtol=2e-2, atol=1e-3)
+    assert not torch.equal(folded[:used][adapted], y[:used][adapted])
 
 
 @pytest.mark.parametrize("planned", [True, False])
@@ -296,4 +319,5 @@ def test_rows_may_be_strided_and_none(device: str) -> None:
     check_close(fold_gate_up(y, x, layer.table, single(batch, True)), wanted)
     nothing = random_batch(0, TOP_K, E, SLOTS, device)
     for source in (plan(nothing, layer), single(nothing, True)):
-        assert gate_up(layer, source, y[:0], x[:0], activation=Activation("silu")).shape == (0, N)
+        h = y[:0, :N].contiguous()
+        assert gate_up(layer, source, y[:0], x[:0], activation=Activation("silu"), h=h) is h

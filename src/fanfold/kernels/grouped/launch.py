@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
+from fanfold.kernels.common.aside import check_aside
 from fanfold.kernels.common.device import NATIVE_E4M3, arch_of
 from fanfold.kernels.common.layouts import layout, layout_of_8_bit_product
 from fanfold.kernels.common.operands import RowScales
@@ -16,6 +17,7 @@ from fanfold.kernels.grouped.checks import check_arguments, check_scale_on_sum
 from fanfold.kernels.grouped.product import grouped_product
 from fanfold.kernels.grouped.quantize import quantize_rows
 from fanfold.spec.activation import Activation
+from fanfold.spec.adapters import Aside
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ProjectionWeights
 from fanfold.spec.work import WorkList
@@ -35,6 +37,7 @@ def grouped_gate_up(
     activation: Activation | None = None,
     permutation: Tensor | None = None,
     w8a8: bool = False,
+    aside: Aside | None = None,
 ) -> Tensor:
     """y1 = act(x[token] . W13[e]^T + bias) of all rows, or h = act(activation(y1)).
 
@@ -49,6 +52,7 @@ def grouped_gate_up(
         permutation: int32 [E, H] of `act_order.sort_by_group`, which made the weights; a launch of its own
             brings x into that order.
         w8a8: quantise x to E4M3 first (a launch of its own); FP8 weights alone.
+        aside: with an activation, y1 of the rows that have an adapter goes there, and their h is not written.
 
     Returns:
         y1 [R, P*I] (gate first) or h [R, I] at sorted positions, in x's dtype. Positions that no work item holds
@@ -68,10 +72,11 @@ def grouped_gate_up(
             next_step="Pass the plan of these tokens.",
         )
     check_activation(op, weights, activation)
+    check_aside(op, aside, x, weights.n * weights.halves, top_k, activation)
     out = x.new_empty((rows, weights.n * (weights.halves if activation is None else 1)))
     return launch(
         op, x, weights, work, sorted_rows, config, out, top_k=top_k, activation=activation, permutation=permutation,
-        w8a8=w8a8,
+        w8a8=w8a8, aside=aside,
     )  # fmt: skip
 
 
@@ -151,11 +156,13 @@ def launch(
     row_weights: Tensor | None = None,
     permutation: Tensor | None = None,
     w8a8: bool = False,
+    aside: Aside | None = None,
 ) -> Tensor:
     """One product on the current stream, into `out`; nothing where there is nothing to do.
 
     Args:
-        op, x, weights, config, out, activation, scatter, row_weights, permutation, w8a8: as for the functions above.
+        op, x, weights, config, out, activation, scatter, row_weights, permutation, w8a8, aside: as for the functions
+            above.
         work: tiles, or the expert of each row, [R].
         sorted_rows: int32 [R]; None without a plan.
         top_k: x's row is the token of the position; None: the position.
@@ -173,6 +180,7 @@ def launch(
     arguments = launch_arguments(
         op, x, weights, work, sorted_rows, config, out, arch,
         top_k=top_k, activation=activation, scatter=scatter, row_weights=row_weights, x_scales=scales,
+        aside=aside,
     )  # fmt: skip
     if out.shape[0] == 0 or weights.num_experts == 0:
         return out
@@ -197,6 +205,7 @@ def launch_arguments(
     scatter: bool = False,
     row_weights: Tensor | None = None,
     x_scales: RowScales | None = None,
+    aside: Aside | None = None,
 ) -> dict[str, Any]:
     """Arguments and launch options of `grouped_product`, by name; what the device compiles depends on nothing else.
 
@@ -214,6 +223,7 @@ def launch_arguments(
         scatter: write to rows.
         row_weights: fp32 [R], multiply rounded outputs.
         x_scales: of activations in 8 bits.
+        aside: for rows that have an adapter.
 
     Raises:
         ArgumentError: a tensor of the weights is not what the format says, or the config does not fit its groups.
@@ -232,6 +242,7 @@ def launch_arguments(
         x_ptr=x,
         xs=x_scales or NO_SCALES,
         y_ptr=out,
+        aside=aside,
         w=packed.codes,
         s=packed.scales,
         z=packed.zeros,

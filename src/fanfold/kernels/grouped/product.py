@@ -153,9 +153,23 @@ def finish(
 
 
 @triton.jit
+def set_aside(aside, gate, up, position, row, in_t, column, N, HALVES: tl.constexpr):
+    """Stores y1 of the rows that have an adapter; the mask of the others."""
+    slot = tl.load(aside.adapter_ids + row // aside.top_k, mask=in_t, other=-1)
+    adapted = (slot >= 0) & (slot < aside.slots)
+    if tl.max(adapted.to(tl.int32), 0) > 0:
+        to = aside.y1 + position.to(tl.int64)[None, :] * (HALVES * N) + column[:, None]
+        mask = adapted[None, :] & (column < N)[:, None]
+        tl.store(to, gate, mask=mask)
+        if HALVES == 2:
+            tl.store(to + N, up, mask=mask)
+    return in_t & (slot < 0) | in_t & (slot >= aside.slots)
+
+
+@triton.jit
 def rows_of_expert(
-    x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count, N, K, top_k,
-    alpha, limit, stride_x, stride_y,
+    x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count, N, K,
+    top_k, alpha, limit, stride_x, stride_y,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
@@ -175,7 +189,7 @@ def rows_of_expert(
     in_t = t < count
     position = first + t
     row = position
-    if PLANNED and (GATHER or SCATTER or rw_ptr is not None):
+    if PLANNED and (GATHER or SCATTER or rw_ptr is not None or aside is not None):
         row = tl.load(rows_ptr + position, mask=in_t, other=0)
     source = row // top_k if GATHER else position
     k = tl.arange(0, BLOCK_K)
@@ -224,11 +238,15 @@ def rows_of_expert(
         HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
     )  # fmt: skip
     column = n0 + tl.arange(0, BLOCK_N)
+    up = y
     if GATED:
         up = finish(
             acc_up, whole_scale, s, m_ptr, b_ptr, expert, half + 1, n0, N,
             HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
         )  # fmt: skip
+    if aside is not None:
+        in_t = set_aside(aside, y, up, position, row, in_t, column, N, HALVES)
+    if GATED:
         y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
     elif ACTIVATION is not None:
         y = activate(y, y, alpha, limit, ACTIVATION).to(dtype)
@@ -242,10 +260,10 @@ def rows_of_expert(
 
 @triton.jit(do_not_specialize=["slots", "experts", "top_k", "alpha", "limit"])
 def grouped_product(
-    x_ptr: tl.tensor, xs: tl.tuple, y_ptr: tl.tensor, w: tl.tuple, s: tl.tuple, z: tl.tuple, order: tl.tuple,
-    m_ptr: tl.tensor, b_ptr: tl.tensor, work_ptr: tl.tensor, rows_ptr: tl.tensor, rw_ptr: tl.tensor, slots: tl.tensor,
-    experts: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
-    stride_x: tl.tensor, stride_y: tl.tensor,
+    x_ptr: tl.tensor, xs: tl.tuple, y_ptr: tl.tensor, aside: tl.tuple | None, w: tl.tuple, s: tl.tuple, z: tl.tuple,
+    order: tl.tuple, m_ptr: tl.tensor, b_ptr: tl.tensor, work_ptr: tl.tensor, rows_ptr: tl.tensor, rw_ptr: tl.tensor,
+    slots: tl.tensor, experts: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor, alpha: tl.tensor,
+    limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
     BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
     HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
@@ -259,6 +277,7 @@ def grouped_product(
         x_ptr: [T, K] with GATHER (row of x = token of the position), else [R, K] at sorted positions; bytes for W8A8.
         xs: `common.operands` RowScales, of W8A8.
         y_ptr: [R, HALVES * N], [R, N] behind an activation; at sorted positions, with SCATTER at rows.
+        aside: `spec.adapters` Aside, behind gate_up with an ACTIVATION; or None.
         w, s, z, order: `common.operands` Codes, Scales, Zeros, Order.
         m_ptr: fp32 [E, P], one scale a matrix, or None; it divides with DIVIDE. b_ptr: bias [E, P, N] or None.
         work_ptr: PLANNED: int32 [slots, 4]: expert (-1: nothing to do), first sorted position, rows, 0. Else the expert
@@ -309,21 +328,21 @@ def grouped_product(
     if SMALLEST_T < BLOCK_T and count <= BLOCK_T // 2:
         if SMALLEST_T < BLOCK_T // 2 and count <= BLOCK_T // 4:
             rows_of_expert(
-                x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
+                x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
                 N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
                 NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
                 BLOCK_T // 4, AHEAD, STAGES,
             )  # fmt: skip
         else:
             rows_of_expert(
-                x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
+                x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
                 N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
                 NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
                 BLOCK_T // 2, AHEAD, STAGES,
             )  # fmt: skip
     else:
         rows_of_expert(
-            x_ptr, xs, y_ptr, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
+            x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
             N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
             NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
             BLOCK_T, AHEAD, STAGES,

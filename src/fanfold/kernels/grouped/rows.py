@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
+from fanfold.kernels.common.aside import check_aside
 from fanfold.kernels.grouped.checks import check_without_plan
 from fanfold.kernels.grouped.launch import check_activation, launch
 from fanfold.spec.activation import Activation
+from fanfold.spec.adapters import Aside
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ProjectionWeights
 
@@ -20,6 +22,7 @@ def gather_gate_up(
     activation: Activation | None = None,
     permutation: Tensor | None = None,
     w8a8: bool = False,
+    aside: Aside | None = None,
 ) -> Tensor:
     """As `launch.grouped_gate_up` with rows as they come, bit for bit with the same config.
 
@@ -28,7 +31,7 @@ def gather_gate_up(
         weights: gate and up (or up alone), [E, P, ...].
         topk_ids: int32 or int64 [T, top_k], contiguous; an id < 0 or >= E is no expert of these weights.
         config: of `configs.config_for`; a weight tile is read once for each of its rows.
-        activation, permutation, w8a8: as for `launch.grouped_gate_up`.
+        activation, permutation, w8a8, aside: as for `launch.grouped_gate_up`.
 
     Returns:
         y1 [R, P*I] (gate first) or h [R, I] by row (token * top_k + slot), in x's dtype. Rows without an expert are
@@ -43,10 +46,11 @@ def gather_gate_up(
     if x.shape[0] != topk_ids.shape[0]:
         raise _rows_differ(op, "x", x, topk_ids, topk_ids.shape[0])
     check_activation(op, weights, activation)
+    check_aside(op, aside, x, weights.n * weights.halves, topk_ids.shape[1], activation)
     out = x.new_empty((topk_ids.numel(), weights.n * (weights.halves if activation is None else 1)))
     return launch(
         op, x, weights, topk_ids.flatten(), None, config, out, top_k=topk_ids.shape[1], activation=activation,
-        permutation=permutation, w8a8=w8a8,
+        permutation=permutation, w8a8=w8a8, aside=aside,
     )  # fmt: skip
 
 

@@ -80,25 +80,24 @@ def check_x(op: str, x: Tensor, table: AdapterTable, source: Source, gather_x: b
 
 
 def check_y(op: str, y: Tensor, table: AdapterTable, source: Source) -> None:
-    """Of the base product, in place.
+    """Of the base product, in place; of one projection it may be in parts.
 
     Raises:
         ArgumentError: as above.
     """
-    _matrix(op, "y", y, row_count(source), table.projections * table.n, table)
+    rows, columns = row_count(source), table.projections * table.n
+    if y.dim() != 3 or table.projections == 2:
+        _matrix(op, "y", y, rows, columns, table)
+    elif y.dtype != torch.float32 or list(y.shape[1:]) != [rows, columns] or not y.is_contiguous():
+        raise _wrong(op, "y", _describe(y), f"contiguous float32 [parts, {rows}, {columns}]")
+    else:
+        _same_device(op, "y", y, table.a.device)
 
 
-def check_h(op: str, h: Tensor, y: Tensor, table: AdapterTable) -> None:
-    """Of where an activation's rows go.
-
-    Raises:
-        ArgumentError: as above.
-    """
-    _matrix(op, "h", h, y.shape[0], table.n, table)
-
-
-def check_activation(op: str, table: AdapterTable, activation: Activation | None) -> None:
-    """Whether the activation belongs to these projections.
+def check_activation(
+    op: str, table: AdapterTable, source: Source, activation: Activation | None, h: Tensor | None
+) -> None:
+    """Whether the activation belongs to these projections, and of where its rows go.
 
     Raises:
         ArgumentError: as above.
@@ -110,6 +109,11 @@ def check_activation(op: str, table: AdapterTable, activation: Activation | None
             f"{activation.kind} behind {table.projections} projections",
             "a gated activation behind gate and up, relu2 behind up alone",
         )
+    if (activation is None) != (h is None):
+        found = "h without an activation" if activation is None else f"{activation.kind} without h"
+        raise _wrong(op, "h", found, "both or neither")
+    if h is not None:
+        _matrix(op, "h", h, row_count(source), table.n, table)
 
 
 def check_window(

@@ -14,7 +14,7 @@ from triton import knobs
 
 from fanfold.kernels.common.device import arch_of
 from fanfold.kernels.lora import product
-from fanfold.kernels.lora.checks import check_activation, check_h, check_source, check_window, check_x, check_y
+from fanfold.kernels.lora.checks import check_activation, check_source, check_window, check_x, check_y
 from fanfold.kernels.lora.config import SPLIT, config_for, parts_for, takes_one_launch
 from fanfold.kernels.lora.operands import Source, entries, item_count, operands_of, row_count, tile_of
 from fanfold.kernels.lora.sizes import padded_rank
@@ -30,6 +30,7 @@ def fold_gate_up(
     table: AdapterTable,
     source: Source,
     activation: Activation | None = None,
+    h: Tensor | None = None,
     *,
     unknown: Tensor | None = None,
     chained: bool = False,
@@ -43,18 +44,19 @@ def fold_gate_up(
         x: [T, H], unquantised.
         table: of gate and up (P = 2), or of up alone.
         source: the batch's rows: `AdapterWork` of the plan, or `AdapterRows`.
-        activation: None changes y1 in place. Else y1 stays as it is, and h is made of all rows, those of the base too.
+        activation: None changes y1 in place. Else y1 stays as it is, and goes through the activation into h.
+        h: [R, I], with an activation: all rows whose id is a slot's are written, those of the base are left.
         unknown: int32 [1] or None; counts tokens whose id is >= slots, where `source` is no plan (a plan counts).
         chained: see above.
 
     Returns:
-        y1, or h [R, I]. Rows of no expert are undefined in h, as they are in y1.
+        y1, or h.
 
     Raises:
         ArgumentError: an argument does not go with the others.
         UnavailableError: the tensors are where no kernel runs.
     """
-    return _fold("fold_gate_up", y1, x, table, source, True, False, activation, unknown, chained)
+    return _fold("fold_gate_up", y1, x, table, source, True, False, activation, h, unknown, chained)
 
 
 def fold_down(
@@ -64,6 +66,8 @@ def fold_down(
 
     Args:
         y2: [R, H], the base product, at sorted positions (places); with `scatter` at rows (token * top_k + slot).
+            Or fp32 [parts, R, H], whose sum in order, rounded, is the base product: a changed row then is the first
+            part, beside zeros.
         h: [R, I] at sorted positions (places).
         table: of down.
         source: as for `fold_gate_up`.
@@ -77,7 +81,7 @@ def fold_down(
         ArgumentError: an argument does not go with the others.
         UnavailableError: the tensors are where no kernel runs.
     """
-    return _fold("fold_down", y2, h, table, source, False, scatter, None, None, chained)
+    return _fold("fold_down", y2, h, table, source, False, scatter, None, None, None, chained)
 
 
 def shrink(
@@ -141,7 +145,7 @@ def expand(
 
     Args:
         op: the operation's name, for errors.
-        y: [R, P*N] at positions, with `scatter` at rows.
+        y: [R, P*N] at positions, with `scatter` at rows; or parts, as for `fold_down`.
         table: of gate and up, or of one projection.
         source: the batch's rows, as for shrink.
         xa: what shrink wrote for the same window.
@@ -149,7 +153,7 @@ def expand(
         row_end: behind the last position; None: R.
         scatter: where y's rows lie.
         activation: as for `fold_gate_up`.
-        h: [R, N], where the activation's rows go; None makes it.
+        h: as for `fold_gate_up`.
         chained: see above.
 
     Returns:
@@ -162,14 +166,10 @@ def expand(
     end = row_count(source) if row_end is None else row_end
     check_source(op, table, source)
     check_y(op, y, table, source)
-    check_activation(op, table, activation)
-    check_window(op, table, source, xa, y.dtype, row_offset, end)
-    if h is not None:
-        check_h(op, h, y, table)
+    check_activation(op, table, source, activation, h)
+    check_window(op, table, source, xa, table.dtype, row_offset, end)
     arch = arch_of(y.device)
-    out = y
-    if activation is not None:
-        out = y.new_empty((y.shape[0], table.n)) if h is None else h
+    out = y if h is None else h
     if end <= row_offset:
         return out
     arguments = expand_arguments(y, out, table, source, xa, row_offset, end, scatter, activation, chained, arch)
@@ -186,6 +186,7 @@ def _fold(
     gather_x: bool,
     scatter: bool,
     activation: Activation | None,
+    h: Tensor | None,
     unknown: Tensor | None,
     chained: bool,
 ) -> Tensor:
@@ -193,13 +194,13 @@ def _fold(
     check_source(op, table, source, unknown)
     check_x(op, x, table, source, gather_x)
     check_y(op, y, table, source)
-    check_activation(op, table, activation)
+    check_activation(op, table, source, activation, h)
     arch = arch_of(x.device)
     if not takes_one_launch(table.max_rank):
         xa = x.new_empty((table.projections, row_count(source), padded_rank(table.max_rank)))
         shrink(op, x, table, source, xa, gather_x=gather_x, unknown=unknown, chained=chained)
-        return expand(op, y, table, source, xa, scatter=scatter, activation=activation, chained=chained)
-    out = y if activation is None else y.new_empty((y.shape[0], table.n))
+        return expand(op, y, table, source, xa, scatter=scatter, activation=activation, h=h, chained=chained)
+    out = y if h is None else h
     arguments = fold_arguments(y, out, x, table, source, gather_x, scatter, activation, unknown, chained, arch)
     _launch(product.fold_kernel, item_count(source) * arguments["parts"], arguments, y)
     return out
@@ -253,7 +254,7 @@ def expand_arguments(
     arch: int,
 ) -> Arguments:
     """The same of `expand_kernel`."""
-    config = config_for(table.max_rank, tile_of(source), y.dtype, arch)
+    config = config_for(table.max_rank, tile_of(source), xa.dtype, arch)
     parts = -(-table.n // config.block_n)
     arguments = _common(table, source, parts, chained) | _outputs(y, out, table, activation, scatter)
     return arguments | dict(
@@ -329,8 +330,10 @@ def _outputs(y: Tensor, out: Tensor, table: AdapterTable, activation: Activation
         y_ptr=y,
         h_ptr=out,
         N=table.n,
-        stride_y=y.stride(0),
+        stride_y=y.stride(-2),
+        stride_part=y.stride(0) if y.dim() == 3 else 0,
         stride_h=out.stride(0),
+        PARTS=y.shape[0] if y.dim() == 3 else 1,
         alpha=0.0 if activation is None else activation.alpha,
         limit=0.0 if activation is None else activation.limit,
         ASSEMBLY=not knobs.runtime.interpret,

@@ -5,8 +5,10 @@ A program takes the rows of one (expert, adapter slot): an item of the plan, or 
 
 Operands and constants of all three kernels:
     x_ptr: [T, K] with GATHER_X (row of x = token), else [R, K] at positions.
-    y_ptr: [R, HALVES * N], the base product, gate first; at positions, with SCATTER at rows.
-    h_ptr: [R, N] at positions, where an ACTIVATION follows; y is not written then.
+    y_ptr: [R, HALVES * N], the base product, gate first; at positions, with SCATTER at rows. With PARTS > 1 fp32
+        [PARTS, R, N]: its sum, in order and rounded, is the base product; what is folded goes into the first part, and
+        0 into the others.
+    h_ptr: [R, N] at positions, where an ACTIVATION follows; y is not written then. Rows of the base are left alone.
     xa_ptr: [HALVES, cap, stride_xa], at position - row_offset.
     table: `AdapterTable` as `Entries`. source: `Planned` or `Gathered`, see `operands`.
     unknown_ptr: int32 [1] that counts tokens with ids >= slots, or None.
@@ -21,7 +23,7 @@ import triton
 import triton.language as tl
 
 from fanfold.kernels.common.activations import activate
-from fanfold.kernels.lora.device import add_delta, chain, find_pair, fold, load_b, part_of, shrink
+from fanfold.kernels.lora.device import add_delta, chain, find_pair, fold, load_b, part_of, round_to, shrink
 
 
 @triton.jit
@@ -32,12 +34,26 @@ def columns_of(n0, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES: tl.constexpr, BLOCK_R: tl.constexpr):
+def load_y(y_ptrs, mask, stride_part, PARTS: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr):
+    """The base product: as it lies, or the sum of its parts."""
+    y = tl.load(y_ptrs, mask=mask, other=0.0)
+    if PARTS > 1:
+        for i in tl.static_range(1, PARTS):
+            y += tl.load(y_ptrs + i * stride_part.to(tl.int64), mask=mask, other=0.0)
+        y = round_to(y, dtype, ASSEMBLY)
+    return y
+
+
+@triton.jit
+def load_columns(
+    y_rows, on, b, rank, b2, rank2, n, N, stride_part,
+    HALVES: tl.constexpr, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, ASSEMBLY: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Tiles of B and y of outputs n, of both halves (or the first twice)."""
     mask = on[None, None, :] & (n < N)[:, :, None]
     y_ptrs = y_rows + n[:, :, None]
     bt = load_b(b, rank, 0, n, N, BLOCK_R)
-    y = tl.load(y_ptrs, mask=mask, other=0.0)
+    y = load_y(y_ptrs, mask, stride_part, PARTS, ASSEMBLY, dtype)
     bt2, y2 = bt, y
     if HALVES == 2:
         bt2 = load_b(b2, rank2, 0, n, N, BLOCK_R)
@@ -47,8 +63,8 @@ def load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES: tl.constexpr, BLO
 
 @triton.jit
 def store_columns(
-    y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, alpha, limit,
-    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, stride_part, alpha, limit,
+    HALVES: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Folds and stores a tile; y of a half without a pair is not written, bit for bit."""
     mask = on[None, None, :] & (n < N)[:, :, None]
@@ -58,7 +74,10 @@ def store_columns(
     if HALVES == 2:
         folded2 = fold(y2, acc2, scale2, ASSEMBLY)
     if ACTIVATION is None:
-        tl.store(y_ptrs, folded, mask=mask & (rank > 0))
+        tl.store(y_ptrs, folded.to(y_rows.dtype.element_ty), mask=mask & (rank > 0))
+        for i in tl.static_range(1, PARTS):
+            rest = y_ptrs + i * stride_part.to(tl.int64)
+            tl.store(rest, tl.zeros_like(folded).to(tl.float32), mask=mask & (rank > 0))
         if HALVES == 2:
             tl.store(y_ptrs + N, folded2, mask=mask & (rank2 > 0))
     else:
@@ -70,8 +89,8 @@ def store_columns(
 
 @triton.jit
 def fold_columns(
-    loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, alpha, limit,
-    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, stride_part, alpha, limit,
+    HALVES: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Expands and folds what `load_columns` loaded."""
     bt, y, bt2, y2 = loaded
@@ -81,8 +100,8 @@ def fold_columns(
     if HALVES == 2:
         acc2 = add_delta(zero, bt2, xa2, SPLIT)
     store_columns(
-        y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, alpha, limit,
-        HALVES, ACTIVATION, ASSEMBLY,
+        y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, stride_part, alpha, limit,
+        HALVES, PARTS, ACTIVATION, ASSEMBLY,
     )  # fmt: skip
 
 
@@ -90,19 +109,20 @@ def fold_columns(
 def fold_kernel(
     x_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, unknown_ptr: tl.tensor,
     parts: tl.tensor, tiles: tl.tensor, top_k: tl.tensor, slots: tl.tensor, experts: tl.tensor, K: tl.tensor,
-    N: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor, stride_h: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
-    FIND: tl.constexpr, HALVES: tl.constexpr, GATHER_X: tl.constexpr, SCATTER: tl.constexpr,
+    N: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor, stride_part: tl.tensor, stride_h: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor,
+    FIND: tl.constexpr, HALVES: tl.constexpr, PARTS: tl.constexpr, GATHER_X: tl.constexpr, SCATTER: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr,
     ONE_TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Shrink and expand in one: `parts` programs share an item; each shrinks, and folds `tiles` tiles of outputs."""
     chain(CHAINED)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     item = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     expert, slot, position, row, on = FIND(source, item, part == 0, unknown_ptr, slots, BLOCK_M)
-    if expert < 0:
+    if (expert < 0) | (slot < 0):
         return
     a, b, scale, rank = find_pair(table, 0, expert, slot, slots, experts, dtype)
     a2, b2, scale2, rank2 = a, b, scale, 0
@@ -118,7 +138,9 @@ def fold_kernel(
         h_rows = h_ptr + position.to(tl.int64)[None, None, :] * stride_h
     n = columns_of(part * tiles * BLOCK_N, BLOCK_N, SPLIT)
     if ONE_TILE:  # on their way while the rows shrink
-        loaded = load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES, BLOCK_R)
+        loaded = load_columns(
+            y_rows, on, b, rank, b2, rank2, n, N, stride_part, HALVES, PARTS, BLOCK_R, ASSEMBLY, dtype
+        )
 
     x_row = row // top_k if GATHER_X else position
     xa, xa2 = shrink(
@@ -127,15 +149,17 @@ def fold_kernel(
     )  # fmt: skip
     if ONE_TILE:
         fold_columns(
-            loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, alpha, limit,
-            HALVES, ACTIVATION, SPLIT, ASSEMBLY,
+            loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, stride_part, alpha, limit,
+            HALVES, PARTS, ACTIVATION, SPLIT, ASSEMBLY,
         )  # fmt: skip
     else:
         for _ in range(0, tiles):
-            loaded = load_columns(y_rows, on, b, rank, b2, rank2, n, N, HALVES, BLOCK_R)
+            loaded = load_columns(
+                y_rows, on, b, rank, b2, rank2, n, N, stride_part, HALVES, PARTS, BLOCK_R, ASSEMBLY, dtype
+            )
             fold_columns(
-                loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, alpha, limit,
-                HALVES, ACTIVATION, SPLIT, ASSEMBLY,
+                loaded, y_rows, h_rows, on, xa, xa2, scale, rank, scale2, rank2, n, N, stride_part, alpha, limit,
+                HALVES, PARTS, ACTIVATION, SPLIT, ASSEMBLY,
             )  # fmt: skip
             n += BLOCK_N
 
@@ -192,18 +216,19 @@ def sum_of(xa_rows, on, b, rank, n, N, BLOCK_M: tl.constexpr, BLOCK_R: tl.conste
 def expand_kernel(
     xa_ptr: tl.tensor, y_ptr: tl.tensor, h_ptr: tl.tensor, table: tl.tuple, source: tl.tuple, parts: tl.tensor,
     slots: tl.tensor, experts: tl.tensor, N: tl.tensor, row_offset: tl.tensor, row_end: tl.tensor, stride_xa: tl.tensor,
-    stride_half: tl.tensor, stride_y: tl.tensor, stride_h: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
-    FIND: tl.constexpr, HALVES: tl.constexpr, SCATTER: tl.constexpr,
+    stride_half: tl.tensor, stride_y: tl.tensor, stride_part: tl.tensor, stride_h: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor,
+    FIND: tl.constexpr, HALVES: tl.constexpr, PARTS: tl.constexpr, SCATTER: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Folds scale * act(xa B^T) of the window's rows: BLOCK_N outputs of both halves, by each of `parts` programs."""
     chain(CHAINED)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    dtype: tl.constexpr = xa_ptr.dtype.element_ty
     item = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     expert, slot, position, row, on = FIND(source, item, False, None, slots, BLOCK_M)
-    if expert < 0:
+    if (expert < 0) | (slot < 0):
         return
     _, b, scale, rank = find_pair(table, 0, expert, slot, slots, experts, dtype)
     b2, scale2, rank2 = b, scale, 0
@@ -221,13 +246,13 @@ def expand_kernel(
     n = columns_of(part * BLOCK_N, BLOCK_N, SPLIT)
     mask = on[None, None, :] & (n < N)[:, :, None]
     xa_rows = xa_ptr + (position - row_offset).to(tl.int64) * stride_xa
-    y = tl.load(y_rows + n[:, :, None], mask=mask, other=0.0)
+    y = load_y(y_rows + n[:, :, None], mask, stride_part, PARTS, ASSEMBLY, dtype)
     acc = sum_of(xa_rows, on, b, rank, n, N, BLOCK_M, BLOCK_R, SPLIT)
     y2, acc2 = y, acc
     if HALVES == 2:
         y2 = tl.load(y_rows + N + n[:, :, None], mask=mask, other=0.0)
         acc2 = sum_of(xa_rows + stride_half, on, b2, rank2, n, N, BLOCK_M, BLOCK_R, SPLIT)
     store_columns(
-        y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, alpha, limit,
-        HALVES, ACTIVATION, ASSEMBLY,
+        y_rows, h_rows, on, y, y2, acc, acc2, scale, rank, scale2, rank2, n, N, stride_part, alpha, limit,
+        HALVES, PARTS, ACTIVATION, ASSEMBLY,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 from fanfold.layers.implementations import Adapters
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
-from fanfold.spec.adapters import AdapterRows, AdapterTable
+from fanfold.spec.adapters import AdapterRows, AdapterTable, Aside
 from fanfold.spec.route import Route
 
 
@@ -24,7 +24,7 @@ def products(
     route: Route | None,
     activation: Activation,
     adapters: Adapters | None,
-    gate_up: Callable[[Activation | None], Tensor],
+    gate_up: Callable[[Aside | None], Tensor],
     down: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """From hidden states to y2, by row.
@@ -35,13 +35,16 @@ def products(
         route: the plan; None where positions are rows.
         activation: between the products.
         adapters: of the call; None for none.
-        gate_up: the first product, at sorted positions: h behind an activation, y1 behind None.
-        down: the second: h -> y2 by row, rounded.
+        gate_up: the first product with its activation, at sorted positions: h, but for rows set aside.
+        down: the second: h -> y2 by row.
     """
     if adapters is None:
-        return down(gate_up(activation))
+        return down(gate_up(None))
+    table = adapters.gate_up
+    y1 = hidden.new_empty((topk_ids.numel(), table.projections * table.n))
+    h = gate_up(Aside(y1, adapters.ids, table.slots, topk_ids.shape[1]))
     source = source_of(adapters, topk_ids, route)
-    h = fold_gate_up(gate_up(None), hidden, adapters.gate_up, source, activation, unknown=adapters.unknown)
+    fold_gate_up(y1, hidden, table, source, activation, h, unknown=adapters.unknown)
     return fold_down(down(h), h, adapters.down, source, scatter=route is not None)
 
 

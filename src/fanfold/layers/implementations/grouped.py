@@ -79,9 +79,9 @@ class Grouped:
         weights = self.weights
         experts, (tokens, top_k) = weights.shape.num_experts, topk_ids.shape
         topk_ids = topk_ids.contiguous()
-        first = self._config(weights.gate_up, hidden.dtype, tokens * top_k, fused=adapters is None)
+        first = self._config(weights.gate_up, hidden.dtype, tokens * top_k, fused=True)
         second = self._config(weights.down, hidden.dtype, tokens * top_k, fused=False)
-        up_options = {"permutation": self.gate_up_order, "w8a8": self.w8a8}
+        up_options = {"activation": self.activation, "permutation": self.gate_up_order, "w8a8": self.w8a8}
         down_options = {"permutation": self.down_order, "w8a8": self.w8a8}
         with torch.cuda.device_of(hidden):
             if tokens == 1:
@@ -95,7 +95,7 @@ class Grouped:
                     grouped_gate_up, hidden, weights.gate_up, work, route.sorted_rows, top_k, first, **up_options
                 )
                 down = partial(grouped_down, weights=weights.down, config=second, scatter=True, **plan, **down_options)
-            y2 = products(hidden, topk_ids, route, self.activation, adapters, gate_up, down)
+            y2 = products(hidden, topk_ids, route, self.activation, adapters, lambda aside: gate_up(aside=aside), down)
             return combine(y2, topk_ids, topk_weights, experts)
 
     def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:

@@ -50,11 +50,8 @@ class GroupedInt4Sm90:
         """See Implementation."""
         tokens, top_k = topk_ids.shape
         experts = self.down.num_experts
-        # The fold needs sums of all of K. What runs between the products is not chained, so they are not either.
         sizes = self.gate_up, self.down, tokens, top_k
-        picked = pinned_config(*sizes) if self.batch_invariant else config_for(*sizes, split=adapters is None)
-        first, second, chained = picked
-        chained = chained and adapters is None
+        first, second, chained = pinned_config(*sizes) if self.batch_invariant else config_for(*sizes)
         hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
         with torch.cuda.device_of(hidden):
             if tokens == 1:
@@ -67,8 +64,8 @@ class GroupedInt4Sm90:
                 route,
                 self.activation,
                 adapters,
-                lambda activation: grouped_gate_up(
-                    hidden, self.gate_up, work, top_k, first, activation, chained=chained
+                lambda aside: grouped_gate_up(
+                    hidden, self.gate_up, work, top_k, first, self.activation, chained=chained, aside=aside
                 ),
                 lambda h: grouped_down(h, self.down, work, second, chained=chained),
             )

@@ -16,6 +16,7 @@ from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.activation import ActivationKind
+from fanfold.spec.adapters import Aside
 from fanfold.spec.work import WorkItems
 
 FORMATS = ("gptq4-g128", "gptq4-g128-asym-v1", "gptq4-g64-asym-v1", "gptq4-g32-asym-v1", "nvfp4", "mxfp4")
@@ -45,12 +46,13 @@ class Kernel:
     activation: ActivationKind | None = "silu"
     bias: bool = False
     ordered: bool = False
+    aside: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.format, "gate_up" if self.halves == 2 else "down", f"k{self.k}", self.config.name]
         parts += [self.activation or "y1"] if self.halves == 2 and self.activation != "silu" else []
-        parts += [word for word in ("bias", "ordered") if getattr(self, word)]
+        parts += [word for word in ("bias", "ordered", "aside") if getattr(self, word)]
         parts += ["single"] if self.single else []
         parts += [] if self.chained else ["unchained"]
         parts += ["fp16"] if self.dtype == torch.float16 else []
@@ -82,6 +84,9 @@ def other_kernels() -> list[Kernel]:
         Kernel("mxfp4", 2, 64, 448, MANY, activation="clamped_swiglu", bias=True),
         Kernel("mxfp4", 1, 192, 448, MANY, bias=True),
         Kernel("gptq4-g128", 2, 64, 512, MANY, single=True, activation=None),
+        Kernel("gptq4-g128", 2, 64, 512, MANY, aside=True),
+        Kernel("gptq4-g128", 2, 64, 512, FEW, single=True, aside=True),
+        Kernel("nvfp4", 2, 64, 2048, replace(MANY, block_t=128, smallest_t=32), aside=True),
         Kernel("gptq4-g32", 2, 64, 128, SHORT),
         Kernel("nvfp4", 1, 128, 128, SHORT, chained=False),
         Kernel("gptq4-g128-actorder", 2, 64, 512, MANY, activation="gelu_tanh", ordered=True),
@@ -125,7 +130,10 @@ def compiled(kernel: Kernel) -> Resources:
     x = torch.zeros(rows, kernel.k, dtype=kernel.dtype)
     top_k = 8 if kernel.halves == 2 else None
     activation = None if top_k is None or kernel.activation is None else Activation(kernel.activation)
-    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k, activation)
+    aside = None
+    if kernel.aside:
+        aside = Aside(x.new_zeros((rows, kernel.n * kernel.halves)), torch.zeros(2, dtype=torch.int32), 4, 8)
+    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k, activation, aside)
     return compile_launch(product.grouped_int4_sm90, arguments, "sm_90")
 
 

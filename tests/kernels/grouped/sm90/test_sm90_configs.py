@@ -108,13 +108,6 @@ def test_shorter_stages_before_fewer_rows() -> None:
     assert config_for(gate_up, down, 4096, 2)[1] == Sm90Config(128, 32, 1, 2, 128, 3, 8, False)
 
 
-def test_without_parts() -> None:
-    gate_up, down = layer("gptq4-g128", 8, 4096, 14336)
-    assert config_for(gate_up, down, 16, 2)[1].parts == 4
-    found = config_for(gate_up, down, 16, 2, split=False)[1]
-    assert (found.parts, found.scale_on_sum) == (1, True)
-
-
 def test_pinned_configs_differ_in_tiles_alone() -> None:
     for name in FORMATS:
         gate_up, down = layer(name, 8, 2048, 768)

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.grouped.sm90.configs import fit, pinned_config
-from fanfold.kernels.grouped.sm90.prepare import prepare
+from fanfold.kernels.grouped.sm90.prepare import prepare, prepare_layer
 from fanfold.kernels.grouped.sm90.tuned import read_table
-from fanfold.spec import Activation
+from fanfold.spec import Activation, ExpertWeights
 from fanfold.spec.activation import ActivationKind
+from fanfold.spec.adapters import Aside
 from graphs import check_replays, same_bits
-from samples import relative_error
+from samples import random_projection, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +37,40 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def random_layer() -> Layer:
     return integer_layer(exact=False)
+
+
+@pytest.mark.parametrize("order", ["", "-actorder"])
+@pytest.mark.parametrize("kind", ["silu", "relu2"])
+@pytest.mark.parametrize("tokens", [1, 9, 400])
+def test_rows_with_an_adapter_are_set_aside(tokens: int, kind: ActivationKind, order: str) -> None:
+    """Their y1 has the bits of a launch without activation; other rows go into h, those of ids beyond the slots too."""
+    from fanfold.kernels.grouped.sm90.items import single_items
+    from fanfold.kernels.grouped.sm90.launch import grouped_gate_up
+    from fanfold.routing.plan import plan_items
+
+    activation = Activation(kind)
+    halves = 2 if activation.gated else 1
+    name = "gptq4-g64" + order
+    packed = random_projection(name, 5, halves, 320, 448), random_projection(name, 5, 1, 448, 320, seed=7)
+    weights = prepare_layer(ExpertWeights(*(to_device(one, "cuda") for one in packed)))[0]
+    for config in (FEW, replace(MANY, block_k=64)):
+        config = fit(config, (weights.format, weights.rows, weights.padded_k), True)
+        x, ids, _ = batch(tokens, torch.bfloat16, 5, k=448)
+        route, work = plan_items(ids, 5, config.block_t)
+        end = int(route.expert_offsets[-1])
+        rows = route.sorted_rows
+        if tokens == 1:
+            work, end, rows = single_items(ids, 5), TOP_K, torch.arange(TOP_K, device="cuda")
+        plain = (x, weights, work, TOP_K, config)
+        y1, h = grouped_gate_up(*plain, None), grouped_gate_up(*plain, activation)
+        for slots in ([-1, 4], [2, 3], [-1, 0, 2, 4]):
+            adapters = torch.tensor(slots, device="cuda").int().repeat(tokens)[:tokens].contiguous()
+            aside = Aside(torch.full_like(y1, 7.0), adapters, 4, TOP_K)
+            found = grouped_gate_up(*plain, activation, aside=aside)
+            adapted = ((adapters >= 0) & (adapters < 4))[rows[:end].long() // TOP_K]
+            assert same_bits(aside.y1[:end][adapted], y1[:end][adapted])
+            assert (aside.y1[:end][~adapted] == 7).all()
+            assert same_bits(found[:end][~adapted], h[:end][~adapted])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -40,7 +40,7 @@ class LayerConfigs:
 
 
 def config_for(
-    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int, split: bool = True
+    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int
 ) -> tuple[Sm90Config, Sm90Config, bool]:
     """Configs of both products of a layer, and whether to chain their launches.
 
@@ -52,12 +52,11 @@ def config_for(
         down: the second.
         tokens: T.
         top_k: k.
-        split: whether programs may share K of down, whose sums are then added by the weighted sum.
 
     Returns:
         gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
     """
-    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, split)
+    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k)
     return found.gate_up, found.down, found.chained
 
 
@@ -69,7 +68,7 @@ def pinned_config(
     Sums run over K in one order whatever the tile, so tiles may follow the number of rows. What is pinned is where the
     scale is applied (to the weights) and that K is not split; no table can change that.
     """
-    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, split=False, pinned=True)
+    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, pinned=True)
     return found.gate_up, found.down, found.chained
 
 
@@ -132,7 +131,6 @@ def layer_configs(
     experts: int,
     tokens: int,
     top_k: int,
-    split: bool = True,
     pinned: bool = False,
 ) -> LayerConfigs:
     """`config_for` (or `pinned_config`) by sizes alone, without weights.
@@ -141,16 +139,13 @@ def layer_configs(
         gate_up, down: format, rows and K, both `padded`.
         hidden, intermediate, experts: H, I, E.
         tokens, top_k: T, k.
-        split: see `config_for`.
         pinned: see `pinned_config`.
     """
     family = gate_up[0].kind if gate_up[0].kind in FP4_GROUPS else "int4"
     row = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens))
     first, second = row.gate_up, row.down
-    if not split:
-        second = replace(second, parts=1)
     if pinned:
-        first, second = _on_weights(first), _on_weights(second)
+        first, second = _on_weights(first), replace(_on_weights(second), parts=1)
     first, second = fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False)
     return LayerConfigs(first, second, row.chained, row)
 

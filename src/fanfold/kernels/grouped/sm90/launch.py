@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
+from fanfold.kernels.common.aside import check_aside
 from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.checks import ALIGNMENT, LARGEST, check_arguments, check_device
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 from fanfold.kernels.grouped.sm90.reorder import reorder
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.spec.activation import Activation
+from fanfold.spec.adapters import Aside
 from fanfold.spec.work import WorkItems
 
 
@@ -25,6 +27,7 @@ def grouped_gate_up(
     config: Sm90Config,
     activation: Activation | None,
     chained: bool = False,
+    aside: Aside | None = None,
 ) -> Tensor:
     """y1 = act(x[token] . W13[e]^T + bias) of all rows, or h = act(activation(y1)).
 
@@ -37,6 +40,7 @@ def grouped_gate_up(
         activation: None gives y1. Else h: y1 is rounded in between, so that the bits are those of two steps.
         chained: programs start while the kernel before still runs, and wait for it before they read work items.
             Weights are read after that too.
+        aside: with an activation, y1 of the rows that have an adapter goes there, and their h is not written.
 
     Returns:
         y1 [R, P*I] (gate first, then up) or h [R, I] at sorted positions, in x's dtype. Positions that no work item
@@ -62,11 +66,12 @@ def grouped_gate_up(
             expected="a gated activation for gate and up, relu2 for up alone",
             next_step="Pass the activation of the layer that these weights belong to.",
         )
+    check_aside(op, aside, x, weights.n * weights.halves, top_k, activation)
     check_device(op, x)
     if weights.order is not None:
         x = reorder(x, weights.order, work, top_k)
     y = x.new_empty((work.total, weights.n * (weights.halves if activation is None else 1)))
-    return _launch(x, weights, work, y, config, chained, top_k, activation)
+    return _launch(x, weights, work, y, config, chained, top_k, activation, aside)
 
 
 def grouped_down(
@@ -124,6 +129,7 @@ def launch_arguments(
     chained: bool,
     top_k: int | None = None,
     activation: Activation | None = None,
+    aside: Aside | None = None,
 ) -> dict[str, Any]:
     """Arguments and launch options of `grouped_int4_sm90`, by name; what is compiled depends on nothing else.
 
@@ -136,18 +142,19 @@ def launch_arguments(
         chained: see `grouped_gate_up`.
         top_k: k for gate_up, None for down.
         activation: behind gate_up.
+        aside: for rows that have an adapter.
     """
-    values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation)
+    values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation, aside)
     kind = None if activation is None else activation.kind
-    constants = _constants(weights, config, chained, work.single, top_k is not None, kind)
+    constants = _constants(weights, config, chained, work.single, top_k is not None, kind, aside is not None)
     options: dict[str, Any] = {"num_warps": 4 * config.warpgroups, **({"launch_pdl": True} if chained else {})}
     return {**dict(zip(VALUES, values, strict=True)), **constants, **options}
 
 
 _KERNEL = cast(Any, product.grouped_int4_sm90)
 VALUES = (
-    *("x_ptr", "w_ptr", "s_ptr", "z_ptr", "b_ptr", "y_ptr", "work_ptr", "rows_ptr", "slots", "experts", "N", "NR"),
-    *("stride_x", "stride_y", "stride_split", "top_k", "alpha", "limit"),
+    *("x_ptr", "w_ptr", "s_ptr", "z_ptr", "b_ptr", "y_ptr", "y1_ptr", "ids_ptr", "work_ptr", "rows_ptr", "slots"),
+    *("experts", "N", "NR", "stride_x", "stride_y", "stride_split", "top_k", "adapter_slots", "alpha", "limit"),
 )
 """Arguments of the kernel that are not constants, in its order."""
 
@@ -160,6 +167,7 @@ def _values(
     config: Sm90Config,
     top_k: int,
     activation: Activation | None,
+    aside: Aside | None,
 ) -> tuple[Any, ...]:
     nothing = weights.words  # a pointer that is not read
     second = weights.global_scale if weights.fp4_group else weights.zeros
@@ -170,6 +178,8 @@ def _values(
         nothing if second is None else second,
         nothing if weights.bias is None else weights.bias,
         y,
+        y if aside is None else aside.y1,
+        nothing if aside is None else aside.adapter_ids,
         work.items,
         work.rows,
         work.items.shape[0],
@@ -180,13 +190,20 @@ def _values(
         y.shape[-1],
         y.stride(0) if config.parts > 1 else 0,
         top_k,
+        0 if aside is None else aside.slots,
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
     )
 
 
 def _constants(
-    weights: FragmentWeights, config: Sm90Config, chained: bool, single: bool, gate_up: bool, kind: str | None
+    weights: FragmentWeights,
+    config: Sm90Config,
+    chained: bool,
+    single: bool,
+    gate_up: bool,
+    kind: str | None,
+    aside: bool,
 ) -> dict[str, Any]:
     return dict(
         K=weights.padded_k,
@@ -204,6 +221,7 @@ def _constants(
         GATHER=gate_up and weights.order is None,
         HALVES=weights.halves,
         ACT=kind,
+        ASIDE=aside,
         BIAS=weights.bias is not None,
         DIRECT=single,
         ZEROS=weights.zeros is not None,
@@ -222,6 +240,7 @@ def _launch(
     chained: bool,
     top_k: int | None = None,
     activation: Activation | None = None,
+    aside: Aside | None = None,
 ) -> Tensor:
     """One launch on the current stream; none where there is nothing to do.
 
@@ -233,15 +252,17 @@ def _launch(
     grid = (work.items.shape[0] * (weights.rows // config.rows) * config.parts, 1, 1)
     kind = None if activation is None else activation.kind
     aligned = work.items.data_ptr() % ALIGNMENT == 0, work.rows.data_ptr() % ALIGNMENT == 0
-    key = (config, chained, work.single, top_k is None, kind, x.dtype, work.items.dtype, aligned, y.numel() > LARGEST)
+    wide = y.numel() > LARGEST
+    key = (config, chained, work.single, top_k is None, kind, aside is None, x.dtype, work.items.dtype, aligned, wide)
     known = weights.launches.get(key)
     with torch.cuda.device_of(y):
         if known is None:
-            arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation)
+            arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation, aside)
             kernel = _KERNEL[grid](**arguments)
-            constants = _constants(weights, config, chained, work.single, top_k is not None, kind)
+            constants = _constants(weights, config, chained, work.single, top_k is not None, kind, aside is not None)
             weights.launches[key] = kernel, tuple(constants.values())
         else:
             kernel, constants = known
-            kernel[grid](*_values(x, weights, work, y, config, 1 if top_k is None else top_k, activation), *constants)
+            values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation, aside)
+            kernel[grid](*values, *constants)
     return y

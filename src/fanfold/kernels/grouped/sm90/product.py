@@ -63,6 +63,7 @@ def _run(
     GATHER: gl.constexpr,
     HALVES: gl.constexpr,
     ACT: gl.constexpr,
+    ASIDE: gl.constexpr,
     BIAS: gl.constexpr,
     DIRECT: gl.constexpr,
     ZEROS: gl.constexpr,
@@ -72,8 +73,8 @@ def _run(
 ):
     """The product of one work item with a tile of BT tokens; pointers stand at the program's weights."""
     (
-        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, rows_ptr, expert, start, count, tile, split, scale0, scale1,
-        N, stride_x, stride_y, top_k, alpha, limit,
+        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, y1_ptr, ids_ptr, rows_ptr, expert, start, count, tile, split,
+        scale0, scale1, N, stride_x, stride_y, top_k, adapter_slots, alpha, limit,
     ) = args  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = 64 * WGS
@@ -213,12 +214,13 @@ def _run(
     for i in gl.static_range(SLABS):
         acc = acc0 if i == 0 else acc1
         finish(
-            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, rows_ptr, start, count,
-            N, stride_y, alpha, limit, dtype, HALVES, ACT, BIAS, FP4, not (GATE_UP or DIRECT),
+            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, y1_ptr, ids_ptr, rows_ptr, start,
+            count, N, stride_y, top_k, adapter_slots, alpha, limit, dtype, HALVES, ACT, ASIDE, BIAS, DIRECT, FP4,
+            not (GATE_UP or DIRECT),
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slots", "experts", "top_k"])
+@gluon.jit(do_not_specialize=["slots", "experts", "top_k", "adapter_slots"])
 def grouped_int4_sm90(
     x_ptr,
     w_ptr,
@@ -226,6 +228,8 @@ def grouped_int4_sm90(
     z_ptr,
     b_ptr,
     y_ptr,
+    y1_ptr,
+    ids_ptr,
     work_ptr,
     rows_ptr,
     slots,
@@ -236,6 +240,7 @@ def grouped_int4_sm90(
     stride_y,
     stride_split,
     top_k,
+    adapter_slots,
     alpha,
     limit,
     K: gl.constexpr,
@@ -253,6 +258,7 @@ def grouped_int4_sm90(
     GATHER: gl.constexpr,
     HALVES: gl.constexpr,
     ACT: gl.constexpr,
+    ASIDE: gl.constexpr,
     BIAS: gl.constexpr,
     DIRECT: gl.constexpr,
     ZEROS: gl.constexpr,
@@ -268,6 +274,7 @@ def grouped_int4_sm90(
         b_ptr: BIAS: fp32 [E, HALVES, N].
         y_ptr: GATE_UP: after ACT [R, N] in sorted order; ACT None: [R, HALVES * N], gate first. Else y2 [R, N] at
             row = token * top_k + slot; with SPLIT > 1 fp32 sums [SPLIT, R, N] of a part of K each, not rounded.
+        y1_ptr, ids_ptr, adapter_slots: with ASIDE, `spec.adapters` Aside.
         work_ptr: int64 [slots]: expert << 48 | rows << 32 | first sorted position; -1: nothing.
             DIRECT: ids int32 or int64 [R], outside [0, experts): nothing; slot = row = position, one row a program.
         rows_ptr: int32 [slots, BT]: the rows of each work item.
@@ -332,8 +339,8 @@ def grouped_int4_sm90(
     rows_ptr += slot.to(gl.int64) * BT
 
     args = (
-        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, rows_ptr, expert, start, count, tile, split, scale0, scale1,
-        N, stride_x, stride_y, top_k, alpha, limit,
+        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, y1_ptr, ids_ptr, rows_ptr, expert, start, count, tile, split,
+        scale0, scale1, N, stride_x, stride_y, top_k, adapter_slots, alpha, limit,
     )  # fmt: skip
     T: gl.constexpr = BT_MIN if DIRECT else BT
     # fmt: off
@@ -342,17 +349,17 @@ def grouped_int4_sm90(
             if BT_MIN < T // 2:
                 if count <= T // 4:
                     _run(args, K, G, T // 4, WGS, SLABS, KX, STAGES, SPLIT,
-                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
                 else:
                     _run(args, K, G, T // 2, WGS, SLABS, KX, STAGES, SPLIT,
-                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
             else:
                 _run(args, K, G, T // 2, WGS, SLABS, KX, STAGES, SPLIT,
-                     POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                     POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
         else:
             _run(args, K, G, T, WGS, SLABS, KX, STAGES, SPLIT,
-                 POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                 POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
     else:
         _run(args, K, G, T, WGS, SLABS, KX, STAGES, SPLIT,
-             POST, STREAM, GATE_UP, GATHER, HALVES, ACT, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+             POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
     # fmt: on
