@@ -33,7 +33,7 @@ demo: $(STAMP)
 
 test: lint
 	@echo "tests (two workers) ..."
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(STAMP)
 	@echo "ruff ..."

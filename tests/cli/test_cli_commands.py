@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fanfold
-from fanfold.cli import output
+from fanfold.cli import demo, output
 from fanfold.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -208,9 +209,31 @@ def test_verify_fails_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
 # demo
 
 
+Shown = list[tuple[Callable[..., None], tuple[Any, ...]]]
+
+
+@pytest.fixture(scope="module")
+def gptq_demo() -> tuple[Any, Shown]:
+    """The demo's result, and what it showed by which function."""
+    shown: Shown = []
+
+    def noted(show: Callable[..., None]) -> Callable[..., None]:
+        def note(*arguments: Any) -> None:
+            shown.append((show, arguments))
+            show(*arguments)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        set_columns(patch, 100)
+        for name in ("print_batch", "print_loaded", "print_check"):
+            patch.setattr(demo, name, noted(getattr(demo, name)))
+        return call("demo", str(TINY)), shown
+
+
 @pytest.mark.parametrize("version", ["gptq-int4", "nvfp4"])
-def test_demo(version: str) -> None:
-    result = call("demo", str(TINY), "--format", version)
+def test_demo(version: str, gptq_demo: tuple[Any, Shown]) -> None:
+    result = gptq_demo[0] if version == "gptq-int4" else call("demo", str(TINY), "--format", version)
     assert result.exit_code == 0
     text = result.stdout
     rows = [line.split()[:2] for line in text.splitlines() if line.strip()[:1].isdigit()]
@@ -222,9 +245,13 @@ def test_demo(version: str) -> None:
     assert "bit-equal to a run without adapters" in text
 
 
-def test_demo_at_80_columns_keeps_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_at_80_columns_keeps_its_columns(
+    gptq_demo: tuple[Any, Shown], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     set_columns(monkeypatch, 80)
-    lines = call("demo", str(TINY)).stdout.splitlines()
+    for show, arguments in gptq_demo[1]:
+        show(*arguments)
+    lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     heads = [line for line in lines if line.split()[:1] == ["row"]]
     assert [head.split() for head in heads] == 2 * [["row", "adapter", "prompt", "continuation", "tokens/s"]]
