@@ -86,7 +86,7 @@ def order(arch: int) -> tuple[Any, dict[str, Any]]:
     many = 131072
     route = Route(int32(129), int32(many), int32(many), TOP_K)
     made = AdapterWork(int32(999, 4), int32(many), int32(many), TOP_K, SLOTS, 16)
-    return plan.order_kernel, plan.order_arguments(route, int32(many // TOP_K), made, -1, int32(1), False)
+    return plan.order_kernel, plan.order_arguments(route, int32(many // TOP_K), made, -1, int32(1), arch >= 90)
 
 
 CASES: dict[str, Callable[[int], tuple[Any, dict[str, Any]]]] = {

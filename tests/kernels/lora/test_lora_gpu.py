@@ -70,7 +70,7 @@ def test_a30_runs_give_the_same_bits() -> None:
 def test_promise_e_replays_see_other_ids_routings_and_entries(planned: bool, rank: int) -> None:
     """One captured layer step: plan, gate_up with SiLU, down; adapters are replaced and dropped between replays."""
     from fanfold.kernels.lora.launch import fold_down, fold_gate_up
-    from fanfold.kernels.lora.plan import order_rows
+    from fanfold.kernels.lora.plan import empty_work, order_rows
 
     tokens, slots = 24, 4
     gate_up, down = layer_of(slots, 2, (rank, 3)), layer_of(slots, 1, (rank, 5))
@@ -82,11 +82,12 @@ def test_promise_e_replays_see_other_ids_routings_and_entries(planned: bool, ran
     def step(out: Tensor) -> Tensor:
         route, _ = plan_sort(ids, E, 16)
         batch = Batch(ids, adapters, route)
-        source = order_rows(route, adapters, slots, 16) if planned else single(batch, True)
+        work = empty_work(route, slots, 16)
         h = torch.zeros_like(y1[:, :N])
-        fold_gate_up(y1, x, gate_up.table, source, Activation("silu"), h)
+        source = order_rows(route, adapters, slots, 16, work=work) if planned else single(batch, True)
+        fold_gate_up(y1, x, gate_up.table, source, Activation("silu"), h, chained=True)
         wide = torch.cat([h, h], 1)[:, :K].contiguous()
-        return fold_down(out.copy_(y2), wide, down.table, source)
+        return fold_down(out.copy_(y2), wide, down.table, source, chained=True)
 
     static = torch.empty_like(y2)
     step(static)

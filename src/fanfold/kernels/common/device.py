@@ -10,6 +10,8 @@ from fanfold.errors import UnavailableError
 OLDEST = 80
 NATIVE_E4M3 = 89
 """The first compute capability that converts E4M3."""
+CHAINS = 90
+"""The first that starts a kernel while the one before still runs."""
 
 
 def arch_of(device: torch.device) -> int:

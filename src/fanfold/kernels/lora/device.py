@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
-def chain(CHAINED: tl.constexpr):
-    """Waits for the kernel before, and lets the next one start to wait; every program of a chained launch does it."""
+def wait_for_the_kernel_before(CHAINED: tl.constexpr):
+    """In every program of a chained launch, or the next kernel would not wait for the one before either.
+
+    The next one is not let in early: its programs would take the places of this one's.
+    """
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fanfold.kernels.common.device import arch_of
 from fanfold.kernels.lora.checks import check_plan
-from fanfold.kernels.lora.device import chain
+from fanfold.kernels.lora.device import wait_for_the_kernel_before
 from fanfold.kernels.lora.sizes import work_items
 from fanfold.spec.adapters import AdapterWork
 from fanfold.spec.route import Route
@@ -96,7 +96,6 @@ def order_kernel(
     CHAINED: tl.constexpr,
 ) -> None:
     """Program (e, c) places chunks c, c + programs, ... of expert e; program (E, 0) ends the list."""
-    chain(CHAINED)
     e = tl.program_id(0)
     c = tl.program_id(1)
     begin = tl.load(offsets_ptr + e)
@@ -136,6 +135,7 @@ def order_kernel(
                 unknown = tl.sum((inside & (slot >= slots) & (row % top_k == 0)).to(tl.int32), 0)
                 tl.atomic_add(unknown_ptr, unknown, mask=unknown > 0)
         starts += counts
+    wait_for_the_kernel_before(CHAINED)
 
 
 def order_rows(
@@ -146,7 +146,7 @@ def order_rows(
     *,
     one_slot: int = -1,
     unknown: Tensor | None = None,
-    chained: bool = False,
+    work: AdapterWork | None = None,
 ) -> AdapterWork:
     """Orders a batch's rows by (expert, adapter slot), once for gate_up and down of a layer. One launch.
 
@@ -157,7 +157,8 @@ def order_rows(
         tile: rows of a tile, of `sizes.row_tile`.
         one_slot: the slot of every token where there are no ids; -1 is the base.
         unknown: int32 [1] or None; grows by the number of tokens whose id is >= `slots`.
-        chained: programs start while the kernel before still runs, and wait for it before they read.
+        work: of `empty_work`, made before the kernel that was launched last. Then programs run beside the end of that
+            kernel: it must not write what they read. None: behind it.
 
     Returns:
         The work of the fold.
@@ -170,16 +171,22 @@ def order_rows(
     check_plan(route, adapter_ids, slots, tile, one_slot, unknown)
     device = route.sorted_rows.device
     arch_of(device)
-    count = work_items(rows, experts, slots, tile)
-    items = torch.empty((count, 4), dtype=torch.int32, device=device)
-    positions, placed = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
-    work = AdapterWork(items, positions, placed, route.top_k, slots, tile)
+    chained = work is not None
+    work = work or empty_work(route, slots, tile)
     if rows == 0:
         return work
     arguments = order_arguments(route, adapter_ids, work, one_slot, unknown, chained)
-    with torch.cuda.device_of(items):
+    with torch.cuda.device_of(work.items):
         order_kernel[(experts + 1, arguments["programs"])](**arguments)
     return work
+
+
+def empty_work(route: Route, slots: int, tile: int) -> AdapterWork:
+    """Memory for the work of a plan's rows; arguments as for `order_rows`."""
+    rows, device = route.sorted_rows.numel(), route.sorted_rows.device
+    items = torch.empty((work_items(rows, route.num_experts, slots, tile), 4), dtype=torch.int32, device=device)
+    positions, placed = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    return AdapterWork(items, positions, placed, route.top_k, slots, tile)
 
 
 def order_arguments(

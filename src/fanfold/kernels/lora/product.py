@@ -23,7 +23,16 @@ import triton
 import triton.language as tl
 
 from fanfold.kernels.common.activations import activate
-from fanfold.kernels.lora.device import add_delta, chain, find_pair, fold, load_b, part_of, round_to, shrink
+from fanfold.kernels.lora.device import (
+    add_delta,
+    find_pair,
+    fold,
+    load_b,
+    part_of,
+    round_to,
+    shrink,
+    wait_for_the_kernel_before,
+)
 
 
 @triton.jit
@@ -117,7 +126,7 @@ def fold_kernel(
     ONE_TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Shrink and expand in one: `parts` programs share an item; each shrinks, and folds `tiles` tiles of outputs."""
-    chain(CHAINED)
+    wait_for_the_kernel_before(CHAINED)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     item = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -174,7 +183,7 @@ def shrink_kernel(
     CHAINED: tl.constexpr,
 ) -> None:  # fmt: skip
     """xa = act(x A^T) of the window's rows: BLOCK_R columns of both halves, by each of `parts` programs of an item."""
-    chain(CHAINED)
+    wait_for_the_kernel_before(CHAINED)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     item = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -223,7 +232,7 @@ def expand_kernel(
     SPLIT: tl.constexpr, CHAINED: tl.constexpr, ASSEMBLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Folds scale * act(xa B^T) of the window's rows: BLOCK_N outputs of both halves, by each of `parts` programs."""
-    chain(CHAINED)
+    wait_for_the_kernel_before(CHAINED)
     dtype: tl.constexpr = xa_ptr.dtype.element_ty
     item = tl.program_id(0) // parts
     part = tl.program_id(0) % parts

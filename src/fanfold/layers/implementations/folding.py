@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fanfold.kernels.lora.launch import fold_down, fold_gate_up
 from fanfold.kernels.lora.operands import Source
-from fanfold.kernels.lora.plan import order_rows
+from fanfold.kernels.lora.plan import empty_work, order_rows
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 from fanfold.layers.implementations import Adapters
 from fanfold.routing.plan import plan_sort
@@ -26,6 +26,7 @@ def products(
     adapters: Adapters | None,
     gate_up: Callable[[Aside | None], Tensor],
     down: Callable[[Tensor], Tensor],
+    chained: bool,
 ) -> Tensor:
     """From hidden states to y2, by row.
 
@@ -37,15 +38,25 @@ def products(
         adapters: of the call; None for none.
         gate_up: the first product with its activation, at sorted positions: h, but for rows set aside.
         down: the second: h -> y2 by row.
+        chained: launches of the fold start while the kernel before still runs, and wait for it.
     """
     if adapters is None:
         return down(gate_up(None))
-    table = adapters.gate_up
-    y1 = hidden.new_empty((topk_ids.numel(), table.projections * table.n))
-    h = gate_up(Aside(y1, adapters.ids, table.slots, topk_ids.shape[1]))
-    source = source_of(adapters, topk_ids, route)
-    fold_gate_up(y1, hidden, table, source, activation, h, unknown=adapters.unknown)
-    return fold_down(down(h), h, adapters.down, source, scatter=route is not None)
+    table, rows, top_k = adapters.gate_up, topk_ids.numel(), topk_ids.shape[1]
+    y1 = hidden.new_empty((rows, table.projections * table.n))
+    aside = Aside(y1, adapters.ids, table.slots, top_k)
+    if route is None or rows <= FEW_ROWS:
+        ordered = None if route is None else route.sorted_rows
+        source: Source = AdapterRows(topk_ids.flatten(), adapters.ids, top_k, ordered)
+        h = gate_up(aside)
+    else:
+        tile = row_tile(rows, route.num_experts, table.slots)
+        # Before gate_up, which may give memory back that it still reads while the rows are ordered.
+        work = empty_work(route, table.slots, tile) if chained else None
+        h = gate_up(aside)
+        source = order_rows(route, adapters.ids, table.slots, tile, unknown=adapters.unknown, work=work)
+    fold_gate_up(y1, hidden, table, source, activation, h, unknown=adapters.unknown, chained=chained)
+    return fold_down(down(h), h, adapters.down, source, scatter=route is not None, chained=chained)
 
 
 def fold_rows(y: Tensor, x: Tensor, table: AdapterTable, adapter_ids: Tensor) -> Tensor:
@@ -57,14 +68,3 @@ def fold_rows(y: Tensor, x: Tensor, table: AdapterTable, adapter_ids: Tensor) ->
         route, _ = plan_sort(alike[:, None], 1, 64)
         source = order_rows(route, adapter_ids.contiguous(), table.slots, row_tile(len(y), 1, table.slots))
     return fold_down(y, x.contiguous(), table, source)
-
-
-def source_of(adapters: Adapters, topk_ids: Tensor, route: Route | None) -> Source:
-    """The batch's rows as the fold reads them; with a plan of their own where they are many."""
-    rows, top_k = topk_ids.numel(), topk_ids.shape[1]
-    if route is None or rows <= FEW_ROWS:
-        ordered = None if route is None else route.sorted_rows
-        return AdapterRows(topk_ids.flatten(), adapters.ids, top_k, ordered)
-    slots = adapters.gate_up.slots
-    tile = row_tile(rows, route.num_experts, slots)
-    return order_rows(route, adapters.ids, slots, tile, unknown=adapters.unknown)

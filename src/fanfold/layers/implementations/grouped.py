@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError
 from fanfold.kernels.combine.combine import combine
-from fanfold.kernels.common.device import arch_of
+from fanfold.kernels.common.device import CHAINS, arch_of
 from fanfold.kernels.grouped.act_order import sort_by_group
 from fanfold.kernels.grouped.configs import config_for, pinned_config
 from fanfold.kernels.grouped.launch import grouped_down, grouped_gate_up
@@ -95,7 +95,16 @@ class Grouped:
                     grouped_gate_up, hidden, weights.gate_up, work, route.sorted_rows, top_k, first, **up_options
                 )
                 down = partial(grouped_down, weights=weights.down, config=second, scatter=True, **plan, **down_options)
-            y2 = products(hidden, topk_ids, route, self.activation, adapters, lambda aside: gate_up(aside=aside), down)
+            y2 = products(
+                hidden,
+                topk_ids,
+                route,
+                self.activation,
+                adapters,
+                lambda aside: gate_up(aside=aside),
+                down,
+                chained=self.arch >= CHAINS,
+            )
             return combine(y2, topk_ids, topk_weights, experts)
 
     def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:

@@ -68,5 +68,6 @@ class GroupedInt4Sm90:
                     hidden, self.gate_up, work, top_k, first, self.activation, chained=chained, aside=aside
                 ),
                 lambda h: grouped_down(h, self.down, work, second, chained=chained),
+                chained=True,
             )
             return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)

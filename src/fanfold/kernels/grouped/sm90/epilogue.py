@@ -29,46 +29,30 @@ def _activate(gate, up, alpha, limit, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _adapted(token, rows_ptr, ids_ptr, start, count, top_k, adapter_slots, DIRECT: gl.constexpr):
-    """Which tokens of a work item have an adapter."""
-    row = start + token
-    if not DIRECT:
-        row = gl.load(rows_ptr + token, mask=token < count, other=0)
-    slot = gl.load(ids_ptr + row // top_k, mask=token < count, other=-1)
-    return (slot >= 0) & (slot < adapter_slots)
+def _relu2(x):
+    x = gl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return x * x
+
+
+@gluon.constexpr_function
+def _lines(outputs, warps):
+    """Layout [outputs, tokens] in which a thread holds 8 neighbours of a row of the result."""
+    lanes = outputs // 8 if outputs < 256 else 32
+    return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
 
 
 @gluon.jit
-def _store(
-    y,
-    y_ptr,
-    rows_ptr,
-    ids_ptr,
-    start,
-    count,
-    n0,
-    N,
-    stride_y,
-    top_k,
-    adapter_slots,
-    SCATTER: gl.constexpr,
-    BN: gl.constexpr,
-    DIRECT: gl.constexpr,
-    ADAPTED: gl.constexpr,
-):
-    """Stores y [BN, BT] as BT rows of the outputs n0 on that lie below N. ADAPTED: with an adapter, or without."""
+def _store(y, y_ptr, rows_ptr, start, count, n0, N, stride_y, SCATTER: gl.constexpr, BN: gl.constexpr):
+    """Stores y [BN, BT] as BT rows of the outputs n0 on that lie below N."""
     BT: gl.constexpr = y.shape[1]
     if y.dtype == gl.float32:
         layout: gl.constexpr = y.type.layout  # 8 lanes hold 8 neighbours: whole sectors as they are
     else:
-        TN: gl.constexpr = BN // 8 if BN < 256 else 32
-        layout: gl.constexpr = gl.BlockedLayout([8, 1], [TN, 32 // TN], [1, gl.num_warps()], [0, 1])
+        layout: gl.constexpr = _lines(BN, gl.num_warps())
         y = gl.convert_layout(y, layout)
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))
     valid = token < count
-    if ADAPTED is not None:
-        valid &= _adapted(token, rows_ptr, ids_ptr, start, count, top_k, adapter_slots, DIRECT) == ADAPTED
     row = start + token
     if SCATTER:
         row = gl.load(rows_ptr + token, mask=valid, other=0)
@@ -77,37 +61,51 @@ def _store(
 
 
 @gluon.jit
-def _store_halves(
+def _store_or_set_aside(
     gate,
     up,
     y_ptr,
+    aside,
     rows_ptr,
-    ids_ptr,
     start,
     count,
     n0,
     N,
     stride_y,
     top_k,
-    adapter_slots,
-    dtype: gl.constexpr,
-    SCATTER: gl.constexpr,
-    BN: gl.constexpr,
-    BT: gl.constexpr,
+    alpha,
+    limit,
+    HALVES: gl.constexpr,
+    ACT: gl.constexpr,
     DIRECT: gl.constexpr,
-    ADAPTED: gl.constexpr,
+    BN: gl.constexpr,
 ):
-    """Stores y1, gate first."""
-    gate = gate.reshape([BN, BT]).to(dtype)
-    up = up.reshape([BN, BT]).to(dtype)
-    _store(
-        gate, y_ptr, rows_ptr, ids_ptr, start, count, n0, N, stride_y, top_k, adapter_slots,
-        SCATTER, BN, DIRECT, ADAPTED,
-    )  # fmt: skip
-    _store(
-        up, y_ptr + N, rows_ptr, ids_ptr, start, count, n0, N, stride_y, top_k, adapter_slots,
-        SCATTER, BN, DIRECT, ADAPTED,
-    )  # fmt: skip
+    """Stores y1, rounded, of rows with an adapter, and h of the others; without a gate, up is gate."""
+    BT: gl.constexpr = gate.shape[1]
+    dtype: gl.constexpr = gate.dtype
+    y1_ptr, ids_ptr, adapter_slots = aside
+    layout: gl.constexpr = _lines(BN, gl.num_warps())
+    gate = gl.convert_layout(gate, layout)
+    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))
+    valid = token < count
+    row = start + token
+    if not DIRECT:
+        row = gl.load(rows_ptr + token, mask=valid, other=0)
+    slot = gl.load(ids_ptr + row // top_k, mask=valid, other=-1)
+    adapted = (slot >= 0) & (slot < adapter_slots)
+    inside = (n < N)[:, None]
+    at = (start + token).to(gl.int64)[None, :]
+    y1_ptrs = y1_ptr + at * (HALVES * N) + n[:, None]
+    gl.store(y1_ptrs, gate, mask=(valid & adapted)[None, :] & inside)
+    if HALVES == 2:
+        up = gl.convert_layout(up, layout)
+        gl.store(y1_ptrs + N, up, mask=(valid & adapted)[None, :] & inside)
+        h = _activate(gate.to(gl.float32), up.to(gl.float32), alpha, limit, ACT)
+    else:
+        h = _relu2(gate.to(gl.float32))
+    rest = valid & ((slot < 0) | (slot >= adapter_slots))
+    gl.store(y_ptr + at * stride_y + n[:, None], h.to(dtype), mask=rest[None, :] & inside)
 
 
 @gluon.jit
@@ -120,15 +118,13 @@ def finish(
     scale1,
     b_ptr,
     y_ptr,
-    y1_ptr,
-    ids_ptr,
+    aside,
     rows_ptr,
     start,
     count,
     N,
     stride_y,
     top_k,
-    adapter_slots,
     alpha,
     limit,
     dtype: gl.constexpr,
@@ -152,42 +148,31 @@ def finish(
         inside = (row < HALVES * N) & (split == 0)
         bias = gl.load(b_ptr + expert.to(gl.int64) * (HALVES * N) + output, mask=inside, other=0.0)
         acc = acc + bias[:, None]
-    REST: gl.constexpr = False if ASIDE else None
-    adapted = False
-    if ASIDE:
-        token = gl.arange(0, BT, layout=gl.SliceLayout(0, acc.type.layout))
-        having = _adapted(token, rows_ptr, ids_ptr, start, count, top_k, adapter_slots, DIRECT)
-        adapted = gl.max(having.to(gl.int32), 0) > 0
     if HALVES == 2:
         y = acc.to(dtype).to(gl.float32).reshape([ROWS // 16, 2, 8, BT]).permute([0, 2, 3, 1])
         gate, up = gl.split(y)
         n0 = row0 // 2
-        if ACT is None:
-            _store_halves(
-                gate, up, y_ptr, rows_ptr, ids_ptr, start, count, n0, N, stride_y, top_k, adapter_slots,
-                dtype, SCATTER, ROWS // 2, BT, DIRECT, None,
+        if ASIDE or ACT is None:
+            gate = gate.reshape([ROWS // 2, BT]).to(dtype)
+            up = up.reshape([ROWS // 2, BT]).to(dtype)
+        if ASIDE:
+            _store_or_set_aside(
+                gate, up, y_ptr, aside, rows_ptr, start, count, n0, N, stride_y, top_k, alpha, limit,
+                HALVES, ACT, DIRECT, ROWS // 2,
             )  # fmt: skip
-        if ASIDE and adapted:
-            _store_halves(
-                gate, up, y1_ptr, rows_ptr, ids_ptr, start, count, n0, N, 2 * N, top_k, adapter_slots,
-                dtype, SCATTER, ROWS // 2, BT, DIRECT, True,
-            )  # fmt: skip
-        if ACT is not None:
+        elif ACT is None:
+            _store(gate, y_ptr, rows_ptr, start, count, n0, N, stride_y, SCATTER, ROWS // 2)
+            _store(up, y_ptr + N, rows_ptr, start, count, n0, N, stride_y, SCATTER, ROWS // 2)
+        else:
             h = _activate(gate, up, alpha, limit, ACT).reshape([ROWS // 2, BT]).to(dtype)
-            _store(
-                h, y_ptr, rows_ptr, ids_ptr, start, count, n0, N, stride_y, top_k, adapter_slots,
-                SCATTER, ROWS // 2, DIRECT, REST,
-            )  # fmt: skip
-    else:
-        if ASIDE and adapted:
-            _store(
-                acc.to(dtype), y1_ptr, rows_ptr, ids_ptr, start, count, row0, N, N, top_k, adapter_slots,
-                SCATTER, ROWS, DIRECT, True,
-            )  # fmt: skip
-        if ACT == "relu2":
-            acc = gl.maximum(acc.to(dtype).to(gl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
-            acc = acc * acc
-        _store(
-            acc.to(y_ptr.dtype.element_ty), y_ptr, rows_ptr, ids_ptr, start, count, row0, N, stride_y, top_k,
-            adapter_slots, SCATTER, ROWS, DIRECT, REST,
+            _store(h, y_ptr, rows_ptr, start, count, n0, N, stride_y, SCATTER, ROWS // 2)
+    elif ASIDE:
+        up = acc.to(dtype)
+        _store_or_set_aside(
+            up, up, y_ptr, aside, rows_ptr, start, count, row0, N, stride_y, top_k, alpha, limit,
+            HALVES, ACT, DIRECT, ROWS,
         )  # fmt: skip
+    else:
+        if ACT == "relu2":
+            acc = _relu2(acc.to(dtype).to(gl.float32))
+        _store(acc.to(y_ptr.dtype.element_ty), y_ptr, rows_ptr, start, count, row0, N, stride_y, SCATTER, ROWS)

@@ -73,8 +73,8 @@ def _run(
 ):
     """The product of one work item with a tile of BT tokens; pointers stand at the program's weights."""
     (
-        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, y1_ptr, ids_ptr, rows_ptr, expert, start, count, tile, split,
-        scale0, scale1, N, stride_x, stride_y, top_k, adapter_slots, alpha, limit,
+        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, aside, rows_ptr, expert, start, count, tile, split, scale0,
+        scale1, N, stride_x, stride_y, top_k, alpha, limit,
     ) = args  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ROWS: gl.constexpr = 64 * WGS
@@ -214,9 +214,8 @@ def _run(
     for i in gl.static_range(SLABS):
         acc = acc0 if i == 0 else acc1
         finish(
-            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, y1_ptr, ids_ptr, rows_ptr, start,
-            count, N, stride_y, top_k, adapter_slots, alpha, limit, dtype, HALVES, ACT, ASIDE, BIAS, DIRECT, FP4,
-            not (GATE_UP or DIRECT),
+            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, aside, rows_ptr, start, count,
+            N, stride_y, top_k, alpha, limit, dtype, HALVES, ACT, ASIDE, BIAS, DIRECT, FP4, not (GATE_UP or DIRECT),
         )  # fmt: skip
 
 
@@ -338,9 +337,10 @@ def grouped_int4_sm90(
     y_ptr += split.to(gl.int64) * stride_split
     rows_ptr += slot.to(gl.int64) * BT
 
+    aside = (y1_ptr, ids_ptr, adapter_slots)
     args = (
-        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, y1_ptr, ids_ptr, rows_ptr, expert, start, count, tile, split,
-        scale0, scale1, N, stride_x, stride_y, top_k, adapter_slots, alpha, limit,
+        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, aside, rows_ptr, expert, start, count, tile, split, scale0,
+        scale1, N, stride_x, stride_y, top_k, alpha, limit,
     )  # fmt: skip
     T: gl.constexpr = BT_MIN if DIRECT else BT
     # fmt: off
