@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from interpreter import FILES_WITH_CASES, patch_interpreter
+from interpreter import FILES_WITH_CASES, FILES_WITH_GPU_TESTS, patch_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drops the tests that can't run in this process."""
     config.stash[FILES_WITH_CASES] = {item.path for item in items if item.get_closest_marker("interpreter")}
+    config.stash[FILES_WITH_GPU_TESTS] = {item.path for item in items if item.get_closest_marker("gpu")}
     kept: list[pytest.Item] = []
     dropped: list[pytest.Item] = []
     for item in items:

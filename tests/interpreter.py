@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES_WITH_CASES = pytest.StashKey[set[Path]]()  # among those that a run has collected
+# Among those that a run has collected.
+FILES_WITH_CASES = pytest.StashKey[set[Path]]()
+FILES_WITH_GPU_TESTS = pytest.StashKey[set[Path]]()
 
 
 def run_in_interpreter(files: Sequence[Path]) -> None:

@@ -1,12 +1,15 @@
 """The project file, the pinned versions and CI fit each other."""
 
 import os
+import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 import fanfold
+from interpreter import FILES_WITH_GPU_TESTS
 
 ROOT = Path(__file__).parents[2]
 FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -36,6 +39,14 @@ def test_ci_runs_make_test_and_nothing_else() -> None:
     assert os.access(script, os.X_OK)
     commands = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
     assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]
+
+
+def test_make_gpu_test_finds_every_file_with_gpu_tests(request: pytest.FixtureRequest) -> None:
+    """Of those that this run has collected."""
+    words = re.search(r"grep -rlE '(.+)' tests", (ROOT / "Makefile").read_text())
+    assert words
+    for path in request.config.stash[FILES_WITH_GPU_TESTS]:
+        assert re.search(words[1], path.read_text()), path
 
 
 def test_changelog_has_this_version() -> None:
