@@ -148,7 +148,8 @@ def test_rows_with_an_adapter_are_set_aside(name: str, kind: str, planned: bool,
     weights, order = projection(name, 3, 2 if activation.gated else 1, 40, K, device), None
     if weights.format.act_order:
         weights, order = sort_by_group(weights)
-    job = random_job(12, top_k, 3, K, SMALL, torch.float16, device)
+    tokens = 12 if planned else 5  # there each row has programs of its own
+    job = random_job(tokens, top_k, 3, K, SMALL, torch.float16, device)
     rows = job.route.sorted_rows
     if not planned:
         rows = torch.arange(len(rows), device=device)
@@ -162,8 +163,8 @@ def test_rows_with_an_adapter_are_set_aside(name: str, kind: str, planned: bool,
 
     y1, h = launched(None), launched(activation)
     for slots in ([-1, 4], [2, 3], [-1, 0, 2, 4]):
-        adapters = torch.tensor(slots).int().repeat(12)[:12].contiguous().to(device)
-        aside = Aside(torch.full((24, y1.shape[1]), 7.0, dtype=y1.dtype, device=device), adapters, 4, top_k)
+        adapters = torch.tensor(slots).int().repeat(tokens)[:tokens].contiguous().to(device)
+        aside = Aside(torch.full((tokens * top_k, y1.shape[1]), 7.0, dtype=y1.dtype, device=device), adapters, 4, top_k)
         found = launched(activation, aside)
         adapted = ((adapters >= 0) & (adapters < 4))[rows[:end].long() // top_k]
         assert same_bits(aside.y1[:end][adapted], y1[adapted])
