@@ -46,11 +46,12 @@ format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
 
-# Compiles all that the tests compile, and checks it; after changes of kernels, so that make test need not.
+# Compiles and checks kernels that have changed, so that make test need not; those that are gone leave the record.
 record: $(STAMP)
-	@: > tests/compiled.jsonl
-	@OMP_NUM_THREADS=1 FANFOLD_RECORD=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/kernels tests/routing
-	@LC_ALL=C sort -u -o tests/compiled.jsonl tests/compiled.jsonl
+	@rm -f $(VENV)/compiled.jsonl
+	@OMP_NUM_THREADS=1 FANFOLD_RECORD=$(VENV)/compiled.jsonl $(BIN)/python -m pytest -q -n 2 --dist worksteal \
+		tests/kernels tests/routing
+	@LC_ALL=C sort -u $(VENV)/compiled.jsonl > tests/compiled.jsonl
 
 # Not in .venv: its torch may be a build without CUDA. Of the files only those that hold such tests, as that Python may
 # lack packages of others; what these need and it lacks is an error, after all others have run.

@@ -35,7 +35,7 @@ def find(key: str) -> Resources | None:
 
 
 def add(key: str, name: str, resources: Resources) -> None:
-    """Adds a line where `make record` asks for it; each is one write, so several processes may add theirs."""
-    if os.environ.get("FANFOLD_RECORD"):
-        with RECORD.open("a") as file:
+    """Adds a line to the next record, for `make record`; each is one write, so several processes may add theirs."""
+    if "FANFOLD_RECORD" in os.environ:
+        with Path(os.environ["FANFOLD_RECORD"]).open("a") as file:
             file.write(json.dumps([name, key, astuple(resources)]) + "\n")

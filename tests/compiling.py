@@ -99,14 +99,12 @@ def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], disass
     parsed = backend.parse_options({**options, **source.parse_options()})
     whole = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars()) + f"-{disassemble}"
     key = hashlib.sha256(whole.encode()).hexdigest()[:24]
-    known = compile_record.find(key)
-    if known and not key.startswith("0"):
-        return known
-    compiled = triton.compile(source, target=target, options=options)
-    resources = _read(compiled, disassemble)
-    assert known in (None, resources), f"{source.name}: compiled.jsonl holds {known}"
-    compile_record.add(key, f"{source.name} sm_{target.arch}", resources)
-    return resources
+    known = found = compile_record.find(key)
+    if found is None or key.startswith("0"):
+        found = _read(triton.compile(source, target=target, options=options), disassemble)
+    assert known in (None, found), f"{source.name}: compiled.jsonl holds {known}"
+    compile_record.add(key, f"{source.name} sm_{target.arch}", found)
+    return found
 
 
 def _read(compiled: Any, disassemble: bool) -> Resources:
