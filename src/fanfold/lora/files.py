@@ -1,77 +1,281 @@
-"""The tensors of an adapter directory, read whole and checked one by one."""
+"""adapter_model.safetensors: what it holds at once, its values a part at a time.
+
+The file is read, not mapped: hot-swapping callers overwrite adapter files in place, which a mapping would show or die of.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor
 
-from fanfold.errors import CorruptFileError, MissingFileError, TensorError, UnsupportedError
+from fanfold.errors import CorruptFileError, FanfoldError, MissingFileError, TensorError, UnsupportedError
 
 FILE_NAME = "adapter_model.safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PREFIX = 8  # bytes of the header's length
+_ALIGN = 16  # bytes, in buffers; tensors of a file may lie anywhere
 
 
-def read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file's path and its tensors by name.
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file: where its data begins there, and in the file's places."""
 
-    The file is copied to memory, not mapped: hot-swapping callers overwrite adapter files in place.
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    place: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Entries of one dtype that lie one behind the other in the file and in a buffer."""
+
+    first: _Entry
+    begin: int
+    nbytes: int
+
+
+class AdapterFile:
+    """The open file. Its tensors have shapes and dtypes, but no values before they are read.
+
+    Attributes:
+        path: the file.
+        tensors: name -> tensor on the meta device, by name. Parts and transposes of them can be read too: where the
+            values lie is told by the storage offset, as all tensors of one dtype are views of one.
+    """
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self.path = path
+        self._file = file
+        self._stamp = _stamp(os.fstat(file.fileno()))
+        self._entries = self._listed()
+        end = self._entries[-1].place + _padded(self._entries[-1].nbytes) if self._entries else 0
+        places = {
+            dtype: torch.empty(end // dtype.itemsize, dtype=dtype, device="meta")
+            for dtype in {entry.dtype for entry in self._entries}
+        }
+        self.tensors: dict[str, Tensor] = {
+            entry.name: _view(places[entry.dtype], entry.shape, entry.place)
+            for entry in sorted(self._entries, key=lambda entry: entry.name)
+        }
+        self._starts = [entry.place for entry in self._entries]
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def read_all(self) -> dict[str, Tensor]:
+        """All tensors by name, in memory of their own.
+
+        Raises:
+            CorruptFileError: the file changed since it was opened.
+            TensorError: one holds NaN or inf.
+        """
+        whole = AdapterFile.read(self, self.tensors.values(), torch.device("cpu"))
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # the caller's from now on
+        self.check_unchanged()
+        return dict(zip(self.tensors, whole, strict=True))
+
+    def read(self, tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+        """The values of tensors of this file, or of views of them.
+
+        On a CPU they lie in a buffer that the next call fills anew. To a GPU they go in one copy, on the current stream.
+
+        Raises:
+            CorruptFileError: the file ends early.
+            TensorError: a tensor holds NaN or inf.
+            torch.OutOfMemoryError: the device has no room.
+        """
+        wanted = list(tensors)
+        offsets = [tensor.storage_offset() * tensor.itemsize for tensor in wanted]
+        numbers = [bisect_right(self._starts, offset) - 1 for offset in offsets]
+        begins: dict[int, int] = {}  # number of an entry -> its place in the buffer
+        end = 0
+        for number in sorted(set(numbers)):
+            begins[number] = end
+            end += _padded(self._entries[number].nbytes)
+        parts = self._parts(begins)
+        host = self._host(end, pinned=device.type == "cuda")
+        for part in parts:
+            self._fill(host[part.begin : part.begin + part.nbytes], part.first.begin)
+        values = host.to(device, non_blocking=True)
+        self._check_finite(values, parts, begins)  # waits for the copy: the buffer is free again
+        typed = {dtype: values.view(dtype) for dtype in {tensor.dtype for tensor in wanted}}
+        return [
+            typed[tensor.dtype].as_strided(
+                tensor.shape,
+                tensor.stride(),
+                (offset - self._starts[number] + begins[number]) // tensor.itemsize,
+            )
+            for tensor, offset, number in zip(wanted, offsets, numbers, strict=True)
+        ]
+
+    def check_unchanged(self) -> None:
+        """Whether the file is the one that was opened, as far as its size and the time of its last change tell.
+
+        Raises:
+            CorruptFileError: it is not.
+        """
+        if _stamp(os.fstat(self._file.fileno())) != self._stamp:
+            raise self._changed()
+
+    def _listed(self) -> list[_Entry]:
+        """The entries by place, as the header has them."""
+        try:
+            with safetensors.safe_open(str(self.path), "np"):
+                pass  # the library checks the header: its form, and that the tensors fill the file
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _corrupt(self.path, str(error)) from error
+        if _stamp(self.path.stat()) != self._stamp:
+            raise self._changed()
+        self._file.seek(0)
+        length = int.from_bytes(self._file.read(_PREFIX), "little")
+        header: dict[str, Any] = json.loads(self._file.read(length))
+        self.check_unchanged()
+        header.pop("__metadata__", None)
+        entries: list[_Entry] = []
+        place = 0
+        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = fields["data_offsets"]
+            self._check_kind(name, fields)
+            shape = tuple(fields["shape"])
+            entry = _Entry(name, _DTYPES[fields["dtype"]], shape, _PREFIX + length + begin, place, end - begin)
+            entries.append(entry)
+            place += _padded(entry.nbytes)
+        return entries
+
+    def _check_kind(self, name: str, fields: Mapping[str, Any]) -> None:
+        if fields["dtype"] not in _DTYPES:
+            raise TensorError(
+                f"{self.path}: {name}",
+                found=f"dtype {fields['dtype']}",
+                expected="F32, F16 or BF16",
+                next_step="Save the adapter again in one of these.",
+            )
+        if 0 in fields["shape"]:
+            raise TensorError(
+                f"{self.path}: {name}",
+                found=f"shape {fields['shape']}",
+                expected="a tensor with values",
+                next_step="Save the adapter again with PEFT.",
+            )
+
+    def _parts(self, begins: Mapping[int, int]) -> list[_Part]:
+        parts: list[_Part] = []
+        for number, begin in begins.items():
+            entry = self._entries[number]
+            last = parts[-1] if parts else None
+            if (
+                last is not None
+                and last.first.dtype == entry.dtype
+                and last.first.begin + last.nbytes == entry.begin
+                and last.begin + last.nbytes == begin
+            ):
+                parts[-1] = _Part(last.first, last.begin, last.nbytes + entry.nbytes)
+            else:
+                parts.append(_Part(entry, begin, entry.nbytes))
+        return parts
+
+    def _host(self, nbytes: int, *, pinned: bool) -> Tensor:
+        """The buffer: memory that has been written to once is several times faster than new memory."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer[:nbytes]
+
+    def _fill(self, data: Tensor, begin: int) -> None:
+        """Reads `data` uint8 [count] from that byte of the file on."""
+        view = data.numpy().data
+        self._file.seek(begin)
+        while len(view):
+            try:
+                count = self._file.readinto(view)
+            except OSError as error:
+                raise _corrupt(self.path, str(error)) from error
+            if not count:
+                raise self._changed()
+            view = view[count:]
+
+    def _check_finite(self, values: Tensor, parts: list[_Part], begins: Mapping[int, int]) -> None:
+        """NaN and inf show in the smallest or the largest value; only where they do, tensors are looked at singly."""
+        extremes = [
+            torch.stack(values[part.begin : part.begin + part.nbytes].view(part.first.dtype).aminmax()).float()
+            for part in parts
+        ]
+        if torch.stack(extremes).isfinite().all():
+            return
+        for entry, begin in sorted((self._entries[number], begin) for number, begin in begins.items()):
+            finite = values[begin : begin + entry.nbytes].view(entry.dtype).isfinite()
+            if not finite.all():
+                bad = finite.numel() - int(finite.sum())
+                raise TensorError(
+                    f"{self.path}: {entry.name}",
+                    found=f"{bad} of {finite.numel()} values NaN or inf",
+                    expected="finite weights",
+                    next_step="Training diverged or the file is damaged; use an earlier checkpoint of it.",
+                )
+
+    def _changed(self) -> CorruptFileError:
+        return _corrupt(self.path, "a file that changed while it was read")
+
+
+@contextmanager
+def opened(folder: Path) -> Generator[AdapterFile]:
+    """The adapter file of a directory, open inside the block.
 
     Raises:
         MissingFileError: there is no adapter_model.safetensors.
         UnsupportedError: there is a pickled adapter_model.bin instead.
-        CorruptFileError: the file is not safetensors, or is cut short.
-        TensorError: a tensor is not fp32, fp16 or bf16, is empty, or holds NaN or inf.
+        CorruptFileError: the file is not safetensors, is cut short, or changes while it is read.
+        TensorError: a tensor is not fp32, fp16 or bf16, or is empty.
     """
-    file = folder / FILE_NAME
+    path = folder / FILE_NAME
     try:
-        entries = cast("list[tuple[str, dict[str, Any]]]", safetensors.deserialize(file.read_bytes()))
-    except FileNotFoundError as error:
+        file = path.open("rb", buffering=0)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(folder) from error
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CorruptFileError(
-            str(file),
-            found=str(error),
-            expected="a whole safetensors file",
-            next_step="Copy the adapter again, and compare its size with the source.",
-        ) from error
-    by_name = dict(entries)  # in no fixed order
-    return file, {name: _tensor(file, name, by_name[name]) for name in sorted(by_name)}
+    except OSError as error:
+        raise _corrupt(path, str(error)) from error
+    with file:
+        yield AdapterFile(path, file)
 
 
-def _tensor(file: Path, name: str, entry: dict[str, Any]) -> Tensor:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise TensorError(
-            f"{file}: {name}",
-            found=f"dtype {entry['dtype']}",
-            expected="F32, F16 or BF16",
-            next_step="Save the adapter again in one of these.",
-        )
-    if 0 in entry["shape"]:
-        raise TensorError(
-            f"{file}: {name}",
-            found=f"shape {entry['shape']}",
-            expected="a tensor with values",
-            next_step="Save the adapter again with PEFT.",
-        )
-    tensor = torch.frombuffer(entry["data"], dtype=dtype)
-    finite = torch.isfinite(tensor)
-    if not finite.all():
-        bad = tensor.numel() - int(finite.sum())
-        raise TensorError(
-            f"{file}: {name}",
-            found=f"{bad} of {tensor.numel()} values NaN or inf",
-            expected="finite weights",
-            next_step="Training diverged or the file is damaged; use an earlier checkpoint of it.",
-        )
-    return tensor.reshape(entry["shape"])
+def _view(base: Tensor, shape: tuple[int, ...], place: int) -> Tensor:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= size
+    return base.as_strided(shape, strides, place // base.itemsize)
 
 
-def _missing(folder: Path) -> MissingFileError | UnsupportedError:
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _corrupt(path: Path, found: str) -> CorruptFileError:
+    return CorruptFileError(
+        str(path),
+        found=found,
+        expected="a whole safetensors file",
+        next_step="Copy the adapter again, and compare its size with the source.",
+    )
+
+
+def _missing(folder: Path) -> FanfoldError:
     if (folder / "adapter_model.bin").exists():
         return UnsupportedError(
             str(folder / "adapter_model.bin"),

@@ -38,13 +38,15 @@ def products(
         adapters: of the call; None for none.
         gate_up: the first product with its activation, at sorted positions: h, but for rows set aside.
         down: the second: h -> y2 by row.
-        chained: launches of the fold start while the kernel before still runs, and wait for it.
+        chained: whether the device can start a kernel while the one before still runs. Then rows are ordered beside the
+            end of gate_up. The fold itself starts behind it: its programs would crowd where gate_up ends first.
     """
     if adapters is None:
         return down(gate_up(None))
     table, rows, top_k = adapters.gate_up, topk_ids.numel(), topk_ids.shape[1]
     y1 = hidden.new_empty((rows, table.projections * table.n))
     aside = Aside(y1, adapters.ids, table.slots, top_k)
+    behind_order = False
     if route is None or rows <= FEW_ROWS:
         ordered = None if route is None else route.sorted_rows
         source: Source = AdapterRows(topk_ids.flatten(), adapters.ids, top_k, ordered)
@@ -55,8 +57,9 @@ def products(
         work = empty_work(route, table.slots, tile) if chained else None
         h = gate_up(aside)
         source = order_rows(route, adapters.ids, table.slots, tile, unknown=adapters.unknown, work=work)
-    fold_gate_up(y1, hidden, table, source, activation, h, unknown=adapters.unknown, chained=chained)
-    return fold_down(down(h), h, adapters.down, source, scatter=route is not None, chained=chained)
+        behind_order = chained  # which ends after gate_up
+    fold_gate_up(y1, hidden, table, source, activation, h, unknown=adapters.unknown, chained=behind_order)
+    return fold_down(down(h), h, adapters.down, source, scatter=route is not None)
 
 
 def fold_rows(y: Tensor, x: Tensor, table: AdapterTable, adapter_ids: Tensor) -> Tensor:

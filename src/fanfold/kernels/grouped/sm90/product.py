@@ -113,9 +113,9 @@ def _run(
         z = load_groups(z_ptrs, 0, SSLAB, SLABS, KX, G)
     else:
         z = ()
-    if PDL:
-        if not GATE_UP:
-            gdc_wait()
+    if PDL and not GATE_UP:
+        gdc_wait()
+    if PDL or ASIDE:  # the order of the fold's rows is made beside the last programs
         gdc_launch_dependents()
 
     TPR: gl.constexpr = 8 if KX == 64 else 16 if KX == 128 else 32  # threads a row of 16-byte copies
