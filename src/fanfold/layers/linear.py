@@ -134,11 +134,13 @@ class Router(Linear):
     def attach(self) -> Callable[[], None]:
         """Wraps the module's forward; returns what brings the class's own back."""
         forward = self.module.forward
+        mode = _FirstLinear(self)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with _FirstLinear(self) as first:
+            mode.folded.clear()
+            with mode:
                 result = forward(*args, **kwargs)
-            if not first.done:
+            if not mode.folded:
                 raise UnsupportedError(
                     f"adapter of the router {self.path}",
                     found=f"a {type(self.module).__name__} that does not multiply by torch.nn.functional.linear",
@@ -150,19 +152,21 @@ class Router(Linear):
         def detach() -> None:
             del self.module.forward
 
-        self.module.forward = torch.compiler.disable(watched)  # a graph can't be broken inside a mode
+        self.module.forward = watched
         return detach
 
 
 class _FirstLinear(TorchFunctionMode):
+    """While it is entered, the first linear product has the site's adapters folded in."""
+
     def __init__(self, site: Router) -> None:
         super().__init__()
         self.site = site
-        self.done = False
+        self.folded: list[bool] = []  # a compiler follows what is in a list
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and not self.done:
-            self.done = True
+        if func is torch.nn.functional.linear and not self.folded:
+            self.folded.append(True)
             return self.site.fold(args[0], y)
         return y
