@@ -28,6 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         here = bool(item.get_closest_marker("interpreter")) is INTERPRETED
         runs = here and (torch.cuda.is_available() or not item.get_closest_marker("gpu"))
         (kept if runs else dropped).append(item)
+    kept.sort(key=lambda item: item.path.name != "test_interpreter.py")  # the longest first: workers end together
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
 
