@@ -94,6 +94,18 @@ def test_rows_of_fanfold_bench() -> None:
             assert len(row["commit"]) == 40
 
 
+def test_the_table_of_every_format() -> None:
+    """docs/measured.md shows the medians of bench_run1."""
+    text = (ROOT / "docs" / "measured.md").read_text().split("# Measured: every kind of format")[1].split("\n# ")[0]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    table = {name: cells for name, *cells in lines if name != "tokens"}
+    found: dict[str, list[str]] = {}
+    for row in rows_of(RESULTS / "bench_run1.jsonl"):
+        us = row["median_us"]
+        found.setdefault(row["format"], []).append(f"{us:.1f}" if us < 100 else f"{us:.0f}")
+    assert table == found
+
+
 def test_rows_of_the_portable_product() -> None:
     """Every field is told, and every config that was timed was right."""
     for path in GROUPED:
