@@ -162,19 +162,20 @@ def adapters_of(row: dict[str, Any]) -> str:
 
 
 def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a cell; floors only where they are known."""
+    """A line a cell, beside the format and what ran it; floors only where they are known."""
     floors = any(row["floor_us"] is not None for row in rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.title, table.title_justify, table.title_style = shape, "left", "bold cyan"
-    table.add_column("format", overflow="fold")
+    table.add_column("format", no_wrap=True)
     for name in ("tokens", "us", "10-90", *(("floor", "x") if floors else ()), "TFLOP/s", "GB/s", "error"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ran", overflow="fold")
-    before = ""
-    for row in rows:
-        name = "" if row["format"] == before else row["format"]
-        before = row["format"]
-        table.add_row(name, str(row["tokens"]), *figures(row, floors), row["implementation"] or "")
+    for name, group in groupby(rows, key=lambda row: str(row["format"])):
+        cells = list(group)
+        beside = [Text(name), Text(cells[0]["implementation"] or "", "dim")]
+        for index, row in enumerate(cells):
+            last = index == len(cells) - 1
+            words = Text("\n").join(beside[index:]) if last else beside[index] if index < len(beside) else Text()
+            table.add_row(words, str(row["tokens"]), *figures(row, floors))
     return table
 
 
