@@ -164,9 +164,9 @@ def adapters_of(row: dict[str, Any]) -> str:
 def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
     """A line a cell, beside the format and what ran it; floors only where they are known."""
     floors = any(row["floor_us"] is not None for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.title, table.title_justify, table.title_style = shape, "left", "bold cyan"
-    table.add_column("format", no_wrap=True)
+    table.add_column("format", overflow="fold")
     for name in ("tokens", "us", "10-90", *(("floor", "x") if floors else ()), "TFLOP/s", "GB/s", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, group in groupby(rows, key=lambda row: str(row["format"])):
