@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fanfold.bench.batches import ROUTINGS, Routing, experts_met, random_batch, random_routing
+from fanfold.bench.batches import ROUTINGS, Batch, Routing, experts_met, load, random_batch, random_routing
 from fanfold.bench.jobs import LayerShape
 from fanfold.spec import ExpertShape
 
@@ -47,6 +47,21 @@ def test_power() -> None:
 
 def test_the_popular_expert_is_not_always_the_same() -> None:
     assert len({int(counts("power", seed=seed).argmax()) for seed in range(5)}) > 1
+
+
+def test_hot() -> None:
+    """One expert in every token; the others as likely as each other."""
+    found = counts("hot", tokens=4000, experts=9, top_k=2).sort(descending=True).values
+    assert int(found[0]) == 4000
+    assert int(found[1]) < 1.2 * int(found[-1])
+    assert len({int(counts("hot", seed=seed).argmax()) for seed in range(5)}) > 1
+
+
+def test_load() -> None:
+    ids = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
+    nothing = torch.zeros(2, 1)
+    assert load(Batch(nothing, ids, nothing), 8) == 2 * 8 / 4
+    assert load(Batch(nothing[:0], ids[:0], nothing[:0]), 8) == 0
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -40,7 +40,7 @@ def test_table() -> None:
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
     assert " ".join(lines[0]).endswith("CPUs bfloat16, power routing, medians of calls")
     assert lines[1] == ["8,2,64,32"]
-    assert lines[2] == ["format", "tokens", "us", "10-90", "TFLOP/s", "GB/s", "error"]
+    assert lines[2] == ["format", "tokens", "us", "20-80", "TFLOP/s", "GB/s", "error"]
     assert [line[:2] for line in lines[4:8]] == [
         ["gptq4-g32", "1"],
         ["reference", "5"],
@@ -127,8 +127,8 @@ def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
         "format": "gptq4-g128-actorder",
         "tokens": 16384,
         "median_us": 28131.4,
-        "p10_us": 28000.0,
-        "p90_us": 29000.0,
+        "p20_us": 28000.0,
+        "p80_us": 29000.0,
         "floor_us": 14800.2,
         "over_floor": 1.9007,
         "teraflops": 413.2,
@@ -138,6 +138,8 @@ def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
         "refused": None,
         "copies": 3,
         "weight_bytes": 728e6,
+        "experts_met": 8.0,
+        "load": 1.0312,
     }
     print_rows([row])
     lines = capsys.readouterr().out.splitlines()
@@ -145,6 +147,7 @@ def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     shown = " ".join(lines)
     for figure in ("16384", "28,131", "4%", "14,800", "1.90", "413", "4,013", "1.7e-03"):
         assert f" {figure} " in shown
+    assert lines[-2] == "Tokens: experts met, most rows of one over the mean. 16384: 8, 1.03"
     assert lines[-1] == "At least 1.5 GB of other weights between two reads of one."
 
 

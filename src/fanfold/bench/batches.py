@@ -1,4 +1,4 @@
-"""Batches: random hidden states, and routings of three kinds."""
+"""Batches: random hidden states, and routings of four kinds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from fanfold.bench.jobs import LayerShape
 from fanfold.bench.seeds import generator_of
 
-Routing = Literal["uniform", "balanced", "power"]
-ROUTINGS: tuple[Routing, ...] = ("uniform", "balanced", "power")
+Routing = Literal["uniform", "balanced", "power", "hot"]
+ROUTINGS: tuple[Routing, ...] = ("uniform", "balanced", "power", "hot")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,12 @@ class Batch:
 def experts_met(batch: Batch) -> Tensor:
     """The experts that a batch meets, ascending."""
     return cast("Tensor", torch.unique(batch.topk_ids, sorted=True))
+
+
+def load(batch: Batch, experts: int) -> float:
+    """The most rows of an expert over the mean of all experts; 1 = all alike, 0 without rows."""
+    rows = batch.topk_ids.flatten().long().bincount(minlength=experts)
+    return float(rows.max() * experts / rows.sum().clamp(min=1))
 
 
 def pairs_met(batch: Batch) -> int:
@@ -71,7 +77,8 @@ def random_routing(routing: Routing, tokens: int, experts: int, top_k: int, seed
     """Ids without repetition in a token, and their weights.
 
     `uniform`: every expert is as likely as any other. `balanced`: all experts have the same number of rows, within 1.
-    `power`: the n-th most popular expert is drawn with a weight of 1/n.
+    `power`: the n-th most popular expert is drawn with a weight of 1/n. `hot`: every token has one expert among its
+    own, the same for all; the others are as likely as each other.
 
     Returns:
         int32 [T, k] and fp32 [T, k] on the CPU.
@@ -88,5 +95,7 @@ def random_routing(routing: Routing, tokens: int, experts: int, top_k: int, seed
             # the k largest of log p + Gumbel noise are k draws of p without replacement
             noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
             scores = noise - (order + 1.0).log()
+        elif routing == "hot":
+            scores[:, order[0]] = scores.amax(-1) + 1.0
         chosen, ids = scores.topk(top_k)
     return ids.int(), chosen.softmax(-1)

@@ -12,8 +12,11 @@ from fanfold.bench.batches import Routing
 from fanfold.bench.checking import Check
 from fanfold.bench.jobs import LayerShape
 from fanfold.bench.machine import machine
-from fanfold.bench.timing import Times
+from fanfold.bench.timing import Mode, Times
 from fanfold.spec.weight_format import WeightFormat
+
+SCHEMA = 2
+"""Of a row; benchmarks/README.md tells them all."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,14 @@ class Settings:
     adapters: int = 0
     rank: int = 16
     popularity: Popularity = "uniform"
+    mode: Mode = "graph"
+
+    @property
+    def timing(self) -> str:
+        """What a time is of."""
+        if self.device.type == "cpu":
+            return "calls"
+        return "graph replays" if self.mode == "graph" else "eager calls"
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class Cell:
         copies: of the weights, which calls take in turn.
         calls: in a graph, each with another routing.
         experts_met: by a call, the mean.
+        load: the most rows of an expert over the mean of all experts, the mean over the calls.
         weight_bytes: packed bytes of these experts.
         adapter_bytes: of the (adapter, expert) pairs met by a call, the mean.
         flops: multiplications and additions of the products of a call, those of adapters with them.
@@ -60,6 +72,7 @@ class Cell:
     copies: int = 0
     calls: int = 0
     experts_met: float | None = None
+    load: float | None = None
     weight_bytes: float | None = None
     adapter_bytes: float | None = None
     flops: int | None = None
@@ -74,6 +87,7 @@ class Cell:
         us = None if self.times is None else self.times.median_us
         read = (self.weight_bytes or 0) + (self.adapter_bytes or 0)
         return {
+            "schema": SCHEMA,
             "shape": self.shape.name,
             "experts": sizes.num_experts,
             "top_k": self.shape.top_k,
@@ -91,13 +105,14 @@ class Cell:
             "popularity": settings.popularity if settings.adapters else None,
             "device": settings.device.type,
             "implementation": self.implementation,
-            "timing": "graph replays" if settings.device.type == "cuda" else "calls",
+            "timing": settings.timing,
             "copies": self.copies,
             "calls": self.calls,
             **_values(Times, self.times),
             "floor_us": self.floor_us,
             "over_floor": None if us is None or self.floor_us is None else us / self.floor_us,
             "experts_met": self.experts_met,
+            "load": self.load,
             "weight_bytes": self.weight_bytes,
             "adapter_bytes": self.adapter_bytes,
             "flops": self.flops,

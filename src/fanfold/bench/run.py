@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fanfold.bench.adapters import adapter_ids, layer_pairs, pair_bytes, pair_flops, random_pairs
-from fanfold.bench.batches import Batch, experts_met, pairs_met, random_batch
+from fanfold.bench.batches import Batch, experts_met, load, pairs_met, random_batch
 from fanfold.bench.cell import Cell, Settings
 from fanfold.bench.checking import check
 from fanfold.bench.jobs import LayerShape
-from fanfold.bench.timing import Replays, call_times
+from fanfold.bench.timing import Replays, call_times, eager_times
 from fanfold.bench.weights import random_experts
 from fanfold.errors import UnavailableError, UnsupportedError
 from fanfold.explanation import explain
@@ -56,13 +56,13 @@ def bench(
     """Times a layer of every shape, in every format, for every number of tokens.
 
     On a GPU a call is timed inside a CUDA graph of several calls over copies of the weights, so that no weight is in
-    L2 when it is read, and with a routing each. On a CPU, calls are timed one by one.
+    L2 when it is read, and with a routing each; or as one of as many eager calls. On a CPU, calls are timed one by one.
 
     Args:
         shapes: the layers.
         formats: of their weights.
         tokens: of a call.
-        settings: device, routing, implementation, dtype, seed, adapters.
+        settings: device, routing, implementation, dtype, seed, adapters, graph or eager calls.
         progress: called with (done, total, what).
 
     Yields:
@@ -142,6 +142,8 @@ def _measured(cell: Cell, loaded: Loaded) -> Cell:
     calls = [partial(_call, layers[index % copies], batch) for index, batch in enumerate(batches)]
     if settings.device.type == "cpu":
         return replace(cell, times=call_times(calls))
+    if settings.mode == "eager":
+        return replace(cell, times=eager_times(calls))
     replays = Replays(calls)
     if replays.wrong:
         return replace(cell, refused=f"wrong: {replays.wrong} of {number} calls differ in a replay of their graph")
@@ -177,6 +179,7 @@ def work(cell: Cell, batches: Sequence[Batch]) -> dict[str, Any]:
         floor = reads * 1e6
     return {
         "experts_met": fmean(met),
+        "load": fmean(load(batch, shape.experts.num_experts) for batch in batches),
         "weight_bytes": fmean(weights),
         "adapter_bytes": fmean(adapters),
         "flops": flops,

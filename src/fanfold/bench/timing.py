@@ -1,4 +1,4 @@
-"""Timing: replays of one CUDA graph that holds several calls; on a CPU, calls one by one."""
+"""Timing: replays of one CUDA graph that holds several calls; eager calls on a GPU; on a CPU, calls one by one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Call = Callable[[], Tensor]
+Mode = Literal["graph", "eager"]
 
 REPLAYS = 100
 WARM_UP = 5  # replays, which also wake the clocks
@@ -20,20 +22,48 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds a call: median, lower and upper decile over `replays` replays (of calls, on a CPU)."""
+    """Microseconds a call: median, 20 and 80 % quantiles over `replays` replays, rounds of eager calls, or calls."""
 
     median_us: float
-    p10_us: float
-    p90_us: float
+    p20_us: float
+    p80_us: float
     replays: int
 
     @classmethod
     def of(cls, us: Sequence[float]) -> Times:
         """From one time a replay."""
         low, median, high = torch.tensor(us, dtype=torch.float64).quantile(
-            torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+            torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
         )
         return cls(float(median), float(low), float(high), len(us))
+
+
+def repeated(turn: Callable[[], None], calls: int) -> Times:
+    """Turns of several calls each, one behind the other on the current stream of a GPU, without waits in between."""
+    turn()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    turn()
+    torch.cuda.synchronize()
+    turns = max(FEWEST, min(REPLAYS, int(BUDGET_S / (time.perf_counter() - start))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_UP + turns + 1)]
+    for event in events[:-1]:
+        event.record()
+        turn()
+    events[-1].record()
+    torch.cuda.synchronize()
+    ms = [before.elapsed_time(after) for before, after in pairwise(events[WARM_UP:])]
+    return Times.of([1e3 * each / calls for each in ms])
+
+
+def eager_times(calls: Sequence[Call]) -> Times:
+    """Eager calls on a GPU, in turn: what takes longer, the host's work for a call or the device's."""
+
+    def turn() -> None:
+        for call in calls:
+            call()
+
+    return repeated(turn, len(calls))
 
 
 class Replays:
@@ -61,22 +91,7 @@ class Replays:
 
     def times(self) -> Times:
         """Replays back to back: the device never waits for the host, so launches of graphs cost little."""
-        replays = self._number()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(WARM_UP + replays + 1)]
-        for event in events[:-1]:
-            event.record()
-            self._graph.replay()
-        events[-1].record()
-        torch.cuda.synchronize()
-        ms = [start.elapsed_time(end) for start, end in pairwise(events[WARM_UP:])]
-        return Times.of([1e3 * each / self._calls for each in ms])
-
-    def _number(self) -> int:
-        """How many replays fit the budget."""
-        start = time.perf_counter()
-        self._graph.replay()
-        torch.cuda.synchronize()
-        return max(FEWEST, min(REPLAYS, int(BUDGET_S / (time.perf_counter() - start))))
+        return repeated(self._graph.replay, self._calls)
 
 
 def call_times(calls: Sequence[Call]) -> Times:

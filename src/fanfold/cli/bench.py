@@ -24,6 +24,14 @@ class RoutingName(StrEnum):
     UNIFORM = "uniform"
     BALANCED = "balanced"
     POWER = "power"
+    HOT = "hot"
+
+
+class ModeName(StrEnum):
+    """How calls are made."""
+
+    GRAPH = "graph"
+    EAGER = "eager"
 
 
 class PopularityName(StrEnum):
@@ -63,7 +71,10 @@ def bench(
     ] = None,
     tokens: Annotated[str, typer.Option(metavar="T,T,...", help="Tokens of a call.")] = "1,16,256,4096",
     routing: Annotated[
-        RoutingName, typer.Option(help="Experts equally likely, equally loaded, or the n-th with a weight of 1/n.")
+        RoutingName,
+        typer.Option(
+            help="Experts equally likely, equally loaded, the n-th with a weight of 1/n, or one in all tokens."
+        ),
     ] = RoutingName.UNIFORM,
     adapters: Annotated[
         int, typer.Option(min=0, metavar="N", help="Adapters on all experts; tokens have one each.")
@@ -74,6 +85,7 @@ def bench(
         typer.Option(help="All tokens have one adapter, any, the n-th with a weight of 1/n, each another, or none."),
     ] = PopularityName.UNIFORM,
     implementation: Annotated[str, typer.Option(metavar="NAME", help="auto, or one by name.")] = "auto",
+    mode: Annotated[ModeName, typer.Option(help="On a GPU: calls in a CUDA graph, or eager ones.")] = ModeName.GRAPH,
     device: Annotated[
         DeviceName | None, typer.Option(help="Where to run.", show_default="cuda where there is one")
     ] = None,
@@ -99,6 +111,7 @@ def bench(
             adapters=adapters,
             rank=rank,
             popularity=popularity.value,
+            mode=mode.value,
         )
         rows: list[dict[str, Any]] = []
         with progress_bar() as progress:
@@ -144,7 +157,9 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     how = f"{first['dtype']}, {first['routing']} routing, {adapters_of(first)}medians of {first['timing']}"
     out.print(Text.assemble((first["gpu"] or first["machine"], "bold"), (f"  {how}", "dim")), soft_wrap=True)
     for shape, cells in groupby(rows, key=lambda row: str(row["shape"])):
-        out.print(table_of(shape, list(cells)))
+        of_shape = list(cells)
+        out.print(table_of(shape, of_shape))
+        out.print(Text(loads_of(of_shape), "dim"))
     timed = [row for row in rows if not row["refused"]]
     if timed and first["device"] == "cuda":
         between = min((row["copies"] - 1) * row["weight_bytes"] for row in timed)
@@ -161,13 +176,20 @@ def adapters_of(row: dict[str, Any]) -> str:
     return f"{count} adapters of rank {row['rank']} ({row['popularity']}), " if count else ""
 
 
+def loads_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The experts met and the load, by tokens; they are the same for every format."""
+    found = {row["tokens"]: row for row in rows if row["load"] is not None}
+    parts = [f"{tokens}: {row['experts_met']:.4g}, {row['load']:.3g}" for tokens, row in found.items()]
+    return f"Tokens: experts met, most rows of one over the mean. {'; '.join(parts)}"
+
+
 def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
     """A line a cell, beside the format and what ran it; floors only where they are known."""
     floors = any(row["floor_us"] is not None for row in rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.title, table.title_justify, table.title_style = shape, "left", "bold cyan"
     table.add_column("format", overflow="fold")
-    for name in ("tokens", "us", "10-90", *(("floor", "x") if floors else ()), "TFLOP/s", "GB/s", "error"):
+    for name in ("tokens", "us", "20-80", *(("floor", "x") if floors else ()), "TFLOP/s", "GB/s", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, group in groupby(rows, key=lambda row: str(row["format"])):
         cells = list(group)
@@ -180,9 +202,9 @@ def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def figures(row: dict[str, Any], floors: bool) -> list[str | Text]:
-    """The numbers of one line: median, spread of the deciles over the median, floor, rates, verified error."""
+    """The numbers of one line: median, spread of the middle 60 % over the median, floor, rates, verified error."""
     us = row["median_us"]
-    spread = "" if us is None else f"{(row['p90_us'] - row['p10_us']) / us:.0%}"
+    spread = "" if us is None else f"{(row['p80_us'] - row['p20_us']) / us:.0%}"
     ratio = "" if row["over_floor"] is None else f"{row['over_floor']:.2f}"
     return [
         Text("refused", "bold red") if row["refused"] else Text(number(us), "bold"),
