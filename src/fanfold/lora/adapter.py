@@ -5,7 +5,8 @@ Where the factors go in a model, and how fused ones are taken apart, is decided 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fanfold.errors import ConfigError, TensorError
 from fanfold.lora.config import AdapterConfig, read_config
-from fanfold.lora.files import read_tensors
+from fanfold.lora.files import AdapterFile, opened, read_tensors
 from fanfold.lora.keys import EXPERT, FUSED_PARAMETERS, Factors, group_keys, take_copies
 
 Projection = Literal["gate", "up", "down"]
@@ -119,7 +120,29 @@ def read_adapter(path: str | Path) -> Adapter:
     folder = Path(path)
     config = read_config(folder)
     file, tensors = read_tensors(folder)
-    copies = take_copies(tensors)
+    return _adapter(folder, config, file, tensors, take_copies(tensors))
+
+
+@contextmanager
+def opened_adapter(path: str | Path) -> Generator[tuple[Adapter, AdapterFile]]:
+    """An adapter whose tensors have no values yet, and the file, open inside the block, that gives them.
+
+    Copies of base weights are read at once.
+
+    Raises:
+        FanfoldError: what read_adapter raises, but for NaN and inf in A and B: `AdapterFile.read` finds those.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    with opened(folder) as file:
+        tensors = dict(file.tensors)
+        copies = {module: file.read_apart([copy])[0] for module, copy in take_copies(tensors).items()}
+        yield _adapter(folder, config, file.path, tensors, copies), file
+
+
+def _adapter(
+    folder: Path, config: AdapterConfig, file: Path, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+) -> Adapter:
     groups = group_keys(file, tensors)
     targets: list[Target] = []
     for module, by_depth in groups.items():

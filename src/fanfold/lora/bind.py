@@ -36,6 +36,9 @@ def bind(adapter: Adapter, sites: Mapping[str, Site], *, partial: bool = False) 
             not fit the site; or two targets mean the same weights.
     """
     finder = SiteFinder(sites)
+    # once a site: a protocol is slow to ask for, and adapters have thousands of targets
+    expert_sites = {path: site for path, site in sites.items() if isinstance(site, ExpertSite)}
+    single: list[tuple[ExpertTarget, ExpertSite]] = []
     plain: list[tuple[Target, Site]] = []
     fused: list[tuple[FusedTarget, ExpertSite]] = []
     for target in adapter.targets:
@@ -46,10 +49,12 @@ def bind(adapter: Adapter, sites: Mapping[str, Site], *, partial: bool = False) 
             raise _no_site(target, finder.nearest(target.path))
         site = sites[path]
         if isinstance(target, FusedTarget):
-            fused.append((target, _expert_site(target, site)))
+            fused.append((target, _expert_site(target, site, expert_sites.get(path))))
+        elif isinstance(target, ExpertTarget):
+            single.append((target, _expert_site(target, site, expert_sites.get(path))))
         else:
             plain.append((target, site))
-    if not plain and not fused:
+    if not single and not plain and not fused:
         raise AdapterMismatchError(
             str(adapter.path),
             found=f"targets such as {adapter.targets[0].key}",
@@ -59,12 +64,10 @@ def bind(adapter: Adapter, sites: Mapping[str, Site], *, partial: bool = False) 
 
     experts: dict[str, dict[tuple[Projection, int], LoraPair]] = {}
     linears: dict[str, LoraPair] = {}
+    for target, expert_site in single:
+        _add(experts.setdefault(expert_site.path, {}), _expert_pair(target, expert_site), target)
     for target, site in plain:
-        if isinstance(target, ExpertTarget):
-            expert_site = _expert_site(target, site)
-            _add(experts.setdefault(site.path, {}), _expert_pair(target, expert_site), target)
-        else:
-            _add(linears, {site.path: _linear_pair(target, site)}, target)
+        _add(linears, {site.path: _linear_pair(target, site)}, target)
     orientation = orientation_of(adapter, fused)
     for target, expert_site in fused:
         _add(experts.setdefault(expert_site.path, {}), take_apart(target, expert_site, orientation), target)
@@ -135,10 +138,10 @@ def _pair(target: Target, site: Site, inputs: int, outputs: int) -> LoraPair:
     return LoraPair(target.a, target.b, target.scale)
 
 
-def _expert_site(target: Target, site: Site) -> ExpertSite:
-    if not isinstance(site, ExpertSite):
+def _expert_site(target: Target, site: Site, expert_site: ExpertSite | None) -> ExpertSite:
+    if expert_site is None:
         raise _wrong_kind(target, site, "experts")
-    return site
+    return expert_site
 
 
 def _wrong_kind(target: Target, site: Site, expected: str) -> AdapterMismatchError:

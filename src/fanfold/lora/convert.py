@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fanfold.errors import TensorError
-from fanfold.lora.description import pairs_of
 from fanfold.lora.site import Pairs, Site
 from fanfold.spec import LoraPair
 from fanfold.spec.lora import padded_rank
 
+Key = tuple[object, ...]
+
+
+class _Stored(NamedTuple):
+    """A tensor, the shape that it is stored with (its own, and zeros behind the rank), and the projection it is of."""
+
+    tensor: Tensor
+    shape: tuple[int, int]
+    projection: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
 
 def convert(pairs: Pairs, site: Site) -> Pairs:
-    """Copies for `site`, in the layout that kernels read by address.
+    """Copies for `site`, in the layout that kernels read by address, made on the current stream.
 
     Every A is stored as [padded rank, K] and every B as [N, padded rank], zeros behind the rank, one behind the other
     in a single allocation; the pairs are views of them without the zeros. A tensor that pairs share is stored once.
-    To a GPU the copy runs on a stream of its own, beside what the device is doing.
 
     Raises:
         TensorError: a value is too large for the site's dtype.
@@ -29,60 +41,81 @@ def convert(pairs: Pairs, site: Site) -> Pairs:
     """
     listed: Mapping[Any, LoraPair] = {None: pairs} if isinstance(pairs, LoraPair) else pairs
     stored = _stored(pairs)
-    on_gpu = site.device.type == "cuda"
-    size = sum(math.prod(shape) for _, shape in stored.values())
-    host = torch.zeros(size, dtype=site.dtype, pin_memory=on_gpu)
-    for tensor, view in zip((t for t, _ in stored.values()), _views(host, list(stored.values())), strict=True):
-        view.copy_(tensor)
-    _check_finite(host, [tensor for tensor, _ in stored.values()], site)
-    memory = _to_gpu(host, site.device) if on_gpu else host
-    views = dict(zip(stored, _views(memory, list(stored.values())), strict=True))
+    runs = _runs(stored)
+    padded = any(tuple(tensor.tensor.shape) != tensor.shape for tensor in stored.values())
+    allocate = torch.zeros if padded else torch.empty
+    memory = allocate(sum(tensor.size for tensor in stored.values()), dtype=site.dtype, device=site.device)
+    views: dict[Key, Tensor] = {}
+    offset = 0
+    for run in runs:
+        first = stored[run[0]]
+        rows, columns = first.tensor.shape
+        size = len(run) * first.size
+        part = memory[offset : offset + size].view(len(run), *first.shape)[:, :rows, :columns]
+        part.copy_(_together([stored[key].tensor for key in run]))
+        offset += size
+        views |= zip(run, part.unbind(), strict=True)
+    if any(tensor.tensor.dtype != site.dtype for tensor in stored.values()):
+        _check_finite(memory, [tensor.tensor for tensor in stored.values()], site)
     made = {place: LoraPair(views[_key(pair.a)], views[_key(pair.b)], pair.scale) for place, pair in listed.items()}
     return made[None] if isinstance(pairs, LoraPair) else made
 
 
 def stored_bytes(pairs: Pairs, dtype: torch.dtype) -> int:
     """What `convert` allocates."""
-    return sum(math.prod(shape) for _, shape in _stored(pairs).values()) * dtype.itemsize
+    return sum(tensor.size for tensor in _stored(pairs).values()) * dtype.itemsize
 
 
-def _stored(pairs: Pairs) -> dict[tuple[object, ...], tuple[Tensor, tuple[int, int]]]:
-    """Each tensor once, and its stored shape."""
-    listed = pairs_of(pairs)
-    stored = {_key(pair.a): (pair.a, (padded_rank(pair.rank), pair.a.shape[1])) for pair in listed}
-    return stored | {_key(pair.b): (pair.b, (pair.b.shape[0], padded_rank(pair.rank))) for pair in listed}
+def _stored(pairs: Pairs) -> dict[Key, _Stored]:
+    """Each tensor once: every A, then every B."""
+    listed = [("", pairs)] if isinstance(pairs, LoraPair) else [(place[0], pair) for place, pair in pairs.items()]
+    stored: dict[Key, _Stored] = {}
+    for projection, pair in listed:
+        stored.setdefault(_key(pair.a), _Stored(pair.a, (padded_rank(pair.rank), pair.a.shape[1]), projection))
+    for projection, pair in listed:
+        stored.setdefault(_key(pair.b), _Stored(pair.b, (pair.b.shape[0], padded_rank(pair.rank)), projection))
+    return stored
 
 
-def _key(tensor: Tensor) -> tuple[object, ...]:
+def _key(tensor: Tensor) -> Key:
     """What tells tensors apart by their memory, such as one A that gate and up or all experts share."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _views(memory: Tensor, stored: list[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
-    """The part of the memory that each tensor takes, without the padding."""
-    views: list[Tensor] = []
-    offset = 0
-    for tensor, shape in stored:
-        part = memory[offset : offset + math.prod(shape)].view(shape)
-        views.append(part[: tensor.shape[0], : tensor.shape[1]])
-        offset += math.prod(shape)
-    return views
+def _runs(stored: Mapping[Key, _Stored]) -> list[list[Key]]:
+    """Tensors that one copy can move: of one projection, alike, and each as far behind the one before it.
+
+    The experts of a projection lie like this, in files and in stacked parameters.
+    """
+    alike: dict[Key, list[tuple[int, Key]]] = {}
+    for key, (tensor, _, projection) in stored.items():
+        storage, dtype, _, shape, stride = key
+        alike.setdefault((projection, storage, dtype, shape, stride), []).append((int(tensor.storage_offset()), key))
+    runs: list[list[Key]] = []
+    for placed in alike.values():
+        placed.sort(key=lambda item: item[0])
+        before, step = placed[0][0], None
+        runs.append([placed[0][1]])
+        for offset, key in placed[1:]:
+            if step in (None, offset - before):
+                runs[-1].append(key)
+                step = offset - before
+            else:
+                runs.append([key])
+                step = None
+            before = offset
+    return runs
 
 
-def _to_gpu(host: Tensor, device: torch.device) -> Tensor:
-    """A copy, complete when this returns; the calling thread waits, the device's other work does not."""
-    with torch.cuda.device(device):
-        memory = torch.empty_like(host, device=device, pin_memory=False)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # what had the memory before may still run
-        with torch.cuda.stream(stream):
-            memory.copy_(host, non_blocking=True)
-        stream.synchronize()
-    return memory
+def _together(tensors: list[Tensor]) -> Tensor:
+    """[n, rows, columns], a view of the tensors of a run."""
+    first = tensors[0]
+    step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), first.storage_offset())
 
 
-def _check_finite(host: Tensor, tensors: list[Tensor], site: Site) -> None:
-    if not torch.isfinite(host).all():
+def _check_finite(memory: Tensor, tensors: list[Tensor], site: Site) -> None:
+    if not torch.stack(memory.aminmax()).isfinite().all():
         largest = max(float(tensor.abs().max()) for tensor in tensors)
         raise TensorError(
             f"adapter weights at {site.path}",

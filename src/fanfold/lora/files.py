@@ -1,6 +1,7 @@
 """adapter_model.safetensors: what it holds at once, its values a part at a time.
 
-The file is read, not mapped: hot-swapping callers overwrite adapter files in place, which a mapping would show or die of.
+The file is read, not mapped: hot-swapping callers overwrite adapter files in place, and a mapping would show that, or
+end the process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ FILE_NAME = "adapter_model.safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PREFIX = 8  # bytes of the header's length
 _ALIGN = 16  # bytes, in buffers; tensors of a file may lie anywhere
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -72,24 +74,18 @@ class AdapterFile:
             for entry in sorted(self._entries, key=lambda entry: entry.name)
         }
         self._starts = [entry.place for entry in self._entries]
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = _NO_BYTES
 
-    def read_all(self) -> dict[str, Tensor]:
-        """All tensors by name, in memory of their own.
-
-        Raises:
-            CorruptFileError: the file changed since it was opened.
-            TensorError: one holds NaN or inf.
-        """
-        whole = AdapterFile.read(self, self.tensors.values(), torch.device("cpu"))
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # the caller's from now on
-        self.check_unchanged()
-        return dict(zip(self.tensors, whole, strict=True))
+    def read_apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """As `read` on the CPU, in memory of their own."""
+        found = self.read(tensors, torch.device("cpu"))
+        self._buffer = _NO_BYTES
+        return found
 
     def read(self, tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
         """The values of tensors of this file, or of views of them.
 
-        On a CPU they lie in a buffer that the next call fills anew. To a GPU they go in one copy, on the current stream.
+        On a CPU they lie in a buffer that the next call fills anew. To a GPU they go by one copy on the current stream.
 
         Raises:
             CorruptFileError: the file ends early.
@@ -97,7 +93,7 @@ class AdapterFile:
             torch.OutOfMemoryError: the device has no room.
         """
         wanted = list(tensors)
-        offsets = [tensor.storage_offset() * tensor.itemsize for tensor in wanted]
+        offsets = [int(tensor.storage_offset()) * tensor.itemsize for tensor in wanted]
         numbers = [bisect_right(self._starts, offset) - 1 for offset in offsets]
         begins: dict[int, int] = {}  # number of an entry -> its place in the buffer
         end = 0
@@ -134,14 +130,15 @@ class AdapterFile:
         try:
             with safetensors.safe_open(str(self.path), "np"):
                 pass  # the library checks the header: its form, and that the tensors fill the file
+            same = _stamp(self.path.stat()) == self._stamp
         except (OSError, safetensors.SafetensorError) as error:
             raise _corrupt(self.path, str(error)) from error
-        if _stamp(self.path.stat()) != self._stamp:
+        if not same:
             raise self._changed()
-        self._file.seek(0)
         length = int.from_bytes(self._file.read(_PREFIX), "little")
-        header: dict[str, Any] = json.loads(self._file.read(length))
+        text = self._file.read(length)
         self.check_unchanged()
+        header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
         entries: list[_Entry] = []
         place = 0
@@ -211,9 +208,10 @@ class AdapterFile:
             torch.stack(values[part.begin : part.begin + part.nbytes].view(part.first.dtype).aminmax()).float()
             for part in parts
         ]
-        if torch.stack(extremes).isfinite().all():
+        if not extremes or torch.stack(extremes).isfinite().all():
             return
-        for entry, begin in sorted((self._entries[number], begin) for number, begin in begins.items()):
+        for number in sorted(begins, key=lambda number: self._entries[number].name):
+            entry, begin = self._entries[number], begins[number]
             finite = values[begin : begin + entry.nbytes].view(entry.dtype).isfinite()
             if not finite.all():
                 bad = finite.numel() - int(finite.sum())
@@ -241,12 +239,25 @@ def opened(folder: Path) -> Generator[AdapterFile]:
     path = folder / FILE_NAME
     try:
         file = path.open("rb", buffering=0)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except FileNotFoundError as error:
         raise _missing(folder) from error
     except OSError as error:
         raise _corrupt(path, str(error)) from error
     with file:
         yield AdapterFile(path, file)
+
+
+def read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file's path and its tensors by name, in memory of their own.
+
+    Raises:
+        FanfoldError: what `opened` raises.
+        TensorError: a tensor holds NaN or inf.
+    """
+    with opened(folder) as file:
+        values = file.read_apart(file.tensors.values())
+        file.check_unchanged()
+        return file.path, dict(zip(file.tensors, values, strict=True))
 
 
 def _view(base: Tensor, shape: tuple[int, ...], place: int) -> Tensor:

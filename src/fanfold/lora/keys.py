@@ -12,9 +12,9 @@ from torch import Tensor
 from fanfold.errors import TensorError, UnsupportedError
 
 # base_model.model.<module>[.base_layer...].lora_A[.default].weight
-_KEY = re.compile(
-    r"base_model\.model\.(?P<module>.+?)(?P<nested>(?:\.base_layer)*)\.lora_(?P<side>[AB])(?:\.default)?\.weight"
-)
+_PREFIX = "base_model.model."
+_WRAPPED = ".base_layer"
+_SIDES = {f".lora_{side}{adapter}.weight": side for side in "AB" for adapter in ("", ".default")}
 # PEFT saves embeddings and lm_head whole where it adapts them: a copy of the base's weight beside the pair.
 _COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
 # <container>.<number>.<projection>: an expert kept as Linear modules
@@ -66,11 +66,9 @@ def group_keys(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[int,
     """
     sides: dict[tuple[str, int, str], Tensor] = {}
     for name, tensor in tensors.items():
-        match = _KEY.fullmatch(name)
-        depth = 0 if match is None else match["nested"].count(".base_layer")
-        if match is None or (depth > 0 and match["module"].rpartition(".")[2] != "experts"):
+        place = _place(name)
+        if place is None:
             raise _unknown(file, name)
-        place = match["module"], depth, match["side"]
         if place in sides:
             raise TensorError(
                 f"{file}: {name}",
@@ -99,6 +97,19 @@ def group_keys(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[int,
             )
         groups.setdefault(module, {})[depth] = Factors(sides[module, depth, "A"], sides[module, depth, "B"])
     return groups
+
+
+def _place(name: str) -> tuple[str, int, str] | None:
+    """Module, depth and side; adapters have thousands of names, for which a regular expression is slow."""
+    suffix = next((suffix for suffix in _SIDES if name.endswith(suffix)), "")
+    if not suffix or not name.startswith(_PREFIX) or "\n" in name:
+        return None
+    module, depth = name[len(_PREFIX) : -len(suffix)], 0
+    while module.endswith(_WRAPPED) and module != _WRAPPED:
+        module, depth = module.removesuffix(_WRAPPED), depth + 1
+    if not module or (depth > 0 and module.rpartition(".")[2] != "experts"):
+        return None
+    return module, depth, _SIDES[suffix]
 
 
 def _unknown(file: Path, name: str) -> UnsupportedError | TensorError:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fanfold.errors import AdapterMismatchError, DeviceMemoryError, FanfoldError, of_file
-from fanfold.lora.adapter import read_adapter
+from fanfold.lora.adapter import opened_adapter
 from fanfold.lora.bind import bind
 from fanfold.lora.convert import convert, stored_bytes
 from fanfold.lora.description import pairs_of
+from fanfold.lora.files import AdapterFile
 from fanfold.lora.site import ExpertSite, Pairs, Site
+from fanfold.lora.streams import loading_on
+from fanfold.spec import LoraPair
 
 
 def prepare(path: str | Path, sites: Mapping[str, Site], max_rank: int) -> dict[str, Pairs]:
@@ -31,20 +35,39 @@ def prepare(path: str | Path, sites: Mapping[str, Site], max_rank: int) -> dict[
     listed = list(sites.values())
     single_layer = len(listed) == 1 and isinstance(listed[0], ExpertSite)
     try:
-        bound = bind(read_adapter(path), sites, partial=single_layer)
-        for at, pairs in bound.items():
-            _check_ranks(at, pairs, max_rank)
-        try:
-            return {at: convert(pairs, sites[at]) for at, pairs in bound.items()}
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                "adapter",
-                found="no room on the device",
-                expected=f"{sum(stored_bytes(pairs, sites[at].dtype) for at, pairs in bound.items())} free bytes",
-                next_step="unload() another adapter first; those that are loaded are as they were.",
-            ) from error
+        with opened_adapter(path) as (adapter, file):
+            bound = bind(adapter, sites, partial=single_layer)
+            for at, pairs in bound.items():
+                _check_ranks(at, pairs, max_rank)
+            return _converted(bound, sites, file)
     except FanfoldError as error:
         raise of_file(error, str(path)) from error
+
+
+def _converted(bound: Mapping[str, Pairs], sites: Mapping[str, Site], file: AdapterFile) -> dict[str, Pairs]:
+    """Site after site, so that the host holds no more of the file than one of them takes."""
+    made: dict[str, Pairs] = {}
+    try:
+        for at, pairs in bound.items():
+            with loading_on(sites[at].device):
+                made[at] = convert(_read(pairs, file, sites[at].device), sites[at])
+        file.check_unchanged()
+        return made
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            "adapter",
+            found="no room on the device",
+            expected=f"{sum(stored_bytes(pairs, sites[at].dtype) for at, pairs in bound.items())} free bytes",
+            next_step="unload() another adapter first; those that are loaded are as they were.",
+        ) from error
+
+
+def _read(pairs: Pairs, file: AdapterFile, device: torch.device) -> Pairs:
+    """The same pairs with the values of the file."""
+    listed: Mapping[Any, LoraPair] = {None: pairs} if isinstance(pairs, LoraPair) else pairs
+    values = iter(file.read([tensor for pair in listed.values() for tensor in (pair.a, pair.b)], device))
+    read = {place: LoraPair(next(values), next(values), pair.scale) for place, pair in listed.items()}
+    return read[None] if isinstance(pairs, LoraPair) else read
 
 
 def _check_ranks(at: str, pairs: Pairs, max_rank: int) -> None:
