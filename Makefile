@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
-EXTRAS := hf,dev
+EXTRAS := hf,plot,dev
 
 # Runs pip with its output kept aside; shows it only where pip fails.
 pip = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(1) \

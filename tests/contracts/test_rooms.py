@@ -24,7 +24,7 @@ KNOWS: dict[str, set[str]] = {
     "reference": {"torch"},
     "layers": {"torch"},
     "load": {"torch"},
-    "bench": {"torch"},
+    "bench": {"matplotlib", "torch"},
     "diagnosis": {"torch", "triton"},
     "expert_usage": {"torch"},
     "explanation": {"torch"},

@@ -92,6 +92,18 @@ def bench(
     file: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="JSONL file, appended to.", show_default=False)
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write roofline pictures there (SVG and PNG, light and dark).", show_default=False
+        ),
+    ] = None,
+    drawn: Annotated[
+        Path | None,
+        typer.Option(
+            "--rows", metavar="FILE", help="Time nothing: show the rows of an --out file.", show_default=False
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time an expert layer of random weights; a figure that fails its check is not printed, and exits 1."""
@@ -113,16 +125,24 @@ def bench(
             popularity=popularity.value,
             mode=mode.value,
         )
-        rows: list[dict[str, Any]] = []
-        with progress_bar() as progress:
-            for cell in bench_cells(shapes, formats, counts, settings, progress):
-                rows.append(cell.row())
-                if file is not None:
-                    append(file, rows[-1])
+        rows: list[dict[str, Any]] = [] if drawn is None else read(drawn, shape, weight_format)
+        if drawn is None:
+            with progress_bar() as progress:
+                for cell in bench_cells(shapes, formats, counts, settings, progress):
+                    rows.append(cell.row())
+                    if file is not None:
+                        append(file, rows[-1])
+        pictures: list[Path] = []
+        if plot is not None:
+            from fanfold.bench.plot import plot as plot_rows
+
+            pictures = plot_rows(rows, plot)
     if as_json:
         print_json(rows)
     else:
         print_rows(rows)
+        if pictures:
+            out.print(Text(f"Pictures: {', '.join(str(path) for path in pictures)}"), soft_wrap=True)
     if any(row["refused"] for row in rows):
         raise typer.Exit(1)
 
@@ -151,6 +171,31 @@ def append(file: Path, row: dict[str, Any]) -> None:
         lines.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
 
+def read(file: Path, shapes: Sequence[str] | None, formats: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The rows of a file, or those of some shapes and formats.
+
+    Raises:
+        ArgumentError: it holds none of them, or something else.
+    """
+    try:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+        found = [
+            r for r in rows if r["shape"] in (shapes or [r["shape"]]) and r["format"] in (formats or [r["format"]])
+        ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentError(
+            "--rows", found=f"{file}: {error}", expected="rows of fanfold bench", next_step="Pass an --out file."
+        ) from error
+    if not found:
+        raise ArgumentError(
+            "--rows",
+            found=f"{len(rows)} rows in {file}, none of these shapes and formats",
+            expected="at least one",
+            next_step="Name shapes and formats as the rows do.",
+        )
+    return found
+
+
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Where it ran and how it was timed, a table a layer, and what is wrong with the cells that have no figure."""
     first = rows[0]
@@ -159,7 +204,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for shape, cells in groupby(rows, key=lambda row: str(row["shape"])):
         of_shape = list(cells)
         out.print(table_of(shape, of_shape))
-        out.print(Text(loads_of(of_shape), "dim"))
+        if loads := loads_of(of_shape):
+            out.print(Text(loads, "dim"))
     timed = [row for row in rows if not row["refused"]]
     if timed and first["device"] == "cuda":
         between = min((row["copies"] - 1) * row["weight_bytes"] for row in timed)
@@ -178,9 +224,9 @@ def adapters_of(row: dict[str, Any]) -> str:
 
 def loads_of(rows: Sequence[dict[str, Any]]) -> str:
     """The experts met and the load, by tokens; they are the same for every format."""
-    found = {row["tokens"]: row for row in rows if row["load"] is not None}
+    found = {row["tokens"]: row for row in rows if row.get("load") is not None}  # rows of schema 1 have none
     parts = [f"{tokens}: {row['experts_met']:.4g}, {row['load']:.3g}" for tokens, row in found.items()]
-    return f"Tokens: experts met, most rows of one over the mean. {'; '.join(parts)}"
+    return f"Tokens: experts met, most rows of one over the mean. {'; '.join(parts)}" if parts else ""
 
 
 def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
@@ -204,7 +250,8 @@ def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
 def figures(row: dict[str, Any], floors: bool) -> list[str | Text]:
     """The numbers of one line: median, spread of the middle 60 % over the median, floor, rates, verified error."""
     us = row["median_us"]
-    spread = "" if us is None else f"{(row['p80_us'] - row['p20_us']) / us:.0%}"
+    known = us is not None and "p80_us" in row  # not in rows of schema 1
+    spread = f"{(row['p80_us'] - row['p20_us']) / us:.0%}" if known else ""
     ratio = "" if row["over_floor"] is None else f"{row['over_floor']:.2f}"
     return [
         Text("refused", "bold red") if row["refused"] else Text(number(us), "bold"),
