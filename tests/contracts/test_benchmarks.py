@@ -21,6 +21,7 @@ FILES = sorted(RESULTS.glob("int4_run*.jsonl"))
 BENCH = sorted(RESULTS.glob("bench_*.jsonl"))
 GROUPED = sorted(RESULTS.glob("grouped_*.jsonl"))
 LORA = sorted(RESULTS.glob("lora_run*.jsonl"))  # test_lora_results.py
+POOL = sorted(RESULTS.glob("adapter_pool_run*.jsonl"))
 PRODUCT = {"shape", "T", "what", "us", "cfg"}
 LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
 # Values of a config by run, as the README has them.
@@ -122,5 +123,17 @@ def test_rows_of_the_portable_product() -> None:
             assert all(f"`{name}`" in PAGE for name in set(row) - told)
 
 
+def test_rows_of_the_pool() -> None:
+    """Of a GPU, and a commit without edits; memory is that of the pairs, within the pool's own limit of 6 %."""
+    for path in POOL:
+        assert f"| `{path.name}` |" in PAGE
+        for row in rows_of(path):
+            assert row["gpu"] is not None
+            assert len(row["commit"]) == 40
+            assert 1 <= row["over_padded"] <= 1.06
+            assert row["over_padded"] == sum(row["memory_bytes"]) / (row["adapters"] * row["padded_bytes"])
+            assert len(row["memory_bytes"]) == len(row["load_s"]) == row["adapters"]
+
+
 def test_every_stored_file_is_of_one_kind() -> None:
-    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED, *LORA])
+    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED, *LORA, *POOL])

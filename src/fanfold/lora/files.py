@@ -6,46 +6,28 @@ end the process.
 
 from __future__ import annotations
 
-import json
-import os
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
-from fanfold.errors import CorruptFileError, FanfoldError, MissingFileError, TensorError, UnsupportedError
+from fanfold.errors import FanfoldError, MissingFileError, TensorError, UnsupportedError
+from fanfold.lora.entries import Entry, changed, corrupt, entries_of, padded, stamp_of
 
 FILE_NAME = "adapter_model.safetensors"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PREFIX = 8  # bytes of the header's length
-_ALIGN = 16  # bytes, in buffers; tensors of a file may lie anywhere
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor of the file: where its data begins there, and in the file's places."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    place: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
 class _Part:
     """Entries of one dtype that lie one behind the other in the file and in a buffer."""
 
-    first: _Entry
+    first: Entry
     begin: int
     nbytes: int
 
@@ -62,9 +44,9 @@ class AdapterFile:
     def __init__(self, path: Path, file: FileIO) -> None:
         self.path = path
         self._file = file
-        self._stamp = _stamp(os.fstat(file.fileno()))
-        self._entries = self._listed()
-        end = self._entries[-1].place + _padded(self._entries[-1].nbytes) if self._entries else 0
+        self._stamp = stamp_of(file)
+        self._entries = entries_of(path, file)
+        end = self._entries[-1].place + padded(self._entries[-1].nbytes) if self._entries else 0
         places = {
             dtype: torch.empty(end // dtype.itemsize, dtype=dtype, device="meta")
             for dtype in {entry.dtype for entry in self._entries}
@@ -99,7 +81,7 @@ class AdapterFile:
         end = 0
         for number in sorted(set(numbers)):
             begins[number] = end
-            end += _padded(self._entries[number].nbytes)
+            end += padded(self._entries[number].nbytes)
         parts = self._parts(begins)
         host = self._host(end, pinned=device.type == "cuda")
         for part in parts:
@@ -122,50 +104,8 @@ class AdapterFile:
         Raises:
             CorruptFileError: it is not.
         """
-        if _stamp(os.fstat(self._file.fileno())) != self._stamp:
-            raise self._changed()
-
-    def _listed(self) -> list[_Entry]:
-        """The entries by place, as the header has them."""
-        try:
-            with safetensors.safe_open(str(self.path), "np"):
-                pass  # the library checks the header: its form, and that the tensors fill the file
-            same = _stamp(self.path.stat()) == self._stamp
-        except (OSError, safetensors.SafetensorError) as error:
-            raise _corrupt(self.path, str(error)) from error
-        if not same:
-            raise self._changed()
-        length = int.from_bytes(self._file.read(_PREFIX), "little")
-        text = self._file.read(length)
-        self.check_unchanged()
-        header: dict[str, Any] = json.loads(text)
-        header.pop("__metadata__", None)
-        entries: list[_Entry] = []
-        place = 0
-        for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = fields["data_offsets"]
-            self._check_kind(name, fields)
-            shape = tuple(fields["shape"])
-            entry = _Entry(name, _DTYPES[fields["dtype"]], shape, _PREFIX + length + begin, place, end - begin)
-            entries.append(entry)
-            place += _padded(entry.nbytes)
-        return entries
-
-    def _check_kind(self, name: str, fields: Mapping[str, Any]) -> None:
-        if fields["dtype"] not in _DTYPES:
-            raise TensorError(
-                f"{self.path}: {name}",
-                found=f"dtype {fields['dtype']}",
-                expected="F32, F16 or BF16",
-                next_step="Save the adapter again in one of these.",
-            )
-        if 0 in fields["shape"]:
-            raise TensorError(
-                f"{self.path}: {name}",
-                found=f"shape {fields['shape']}",
-                expected="a tensor with values",
-                next_step="Save the adapter again with PEFT.",
-            )
+        if stamp_of(self._file) != self._stamp:
+            raise changed(self.path)
 
     def _parts(self, begins: Mapping[int, int]) -> list[_Part]:
         parts: list[_Part] = []
@@ -197,9 +137,9 @@ class AdapterFile:
             try:
                 count = self._file.readinto(view)
             except OSError as error:
-                raise _corrupt(self.path, str(error)) from error
+                raise corrupt(self.path, str(error)) from error
             if not count:
-                raise self._changed()
+                raise changed(self.path)
             view = view[count:]
 
     def _check_finite(self, values: Tensor, parts: list[_Part], begins: Mapping[int, int]) -> None:
@@ -222,9 +162,6 @@ class AdapterFile:
                     next_step="Training diverged or the file is damaged; use an earlier checkpoint of it.",
                 )
 
-    def _changed(self) -> CorruptFileError:
-        return _corrupt(self.path, "a file that changed while it was read")
-
 
 @contextmanager
 def opened(folder: Path) -> Generator[AdapterFile]:
@@ -242,7 +179,7 @@ def opened(folder: Path) -> Generator[AdapterFile]:
     except FileNotFoundError as error:
         raise _missing(folder) from error
     except OSError as error:
-        raise _corrupt(path, str(error)) from error
+        raise corrupt(path, str(error)) from error
     with file:
         yield AdapterFile(path, file)
 
@@ -267,23 +204,6 @@ def _view(base: Tensor, shape: tuple[int, ...], place: int) -> Tensor:
         strides.insert(0, step)
         step *= size
     return base.as_strided(shape, strides, place // base.itemsize)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _stamp(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _corrupt(path: Path, found: str) -> CorruptFileError:
-    return CorruptFileError(
-        str(path),
-        found=found,
-        expected="a whole safetensors file",
-        next_step="Copy the adapter again, and compare its size with the source.",
-    )
 
 
 def _missing(folder: Path) -> FanfoldError:

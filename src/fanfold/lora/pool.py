@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from fanfold.errors import ArgumentError
 from fanfold.lora import refusals
@@ -20,6 +19,7 @@ from fanfold.lora.naming import BASE, check_name, checked_names
 from fanfold.lora.prepare import prepare
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import Pairs, Site
+from fanfold.lora.streams import loading_on, settle
 from fanfold.spec.lora import MOST_RANK
 
 
@@ -28,6 +28,11 @@ class _Entry:
     slot: int
     path: Path
     pairs: Mapping[str, Pairs]
+
+    @cached_property
+    def facts(self) -> dict[str, object]:
+        """What `described` says of the pairs; thousands have to be looked at for it."""
+        return described(self.pairs)
 
 
 class AdapterPool:
@@ -76,6 +81,7 @@ class AdapterPool:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         rows.holder = weakref.ref(self)
+        settle(self._sites)
         for site in self._sites.values():
             site.reserve(slots, max_rank)
 
@@ -132,7 +138,7 @@ class AdapterPool:
         pairs = prepare(path, self._sites, self._max_rank)
         with self._lock:
             old = self._idle_entry(name, wait)
-            self._settle()
+            settle(self._sites)
             entry = _Entry(old.slot, Path(path), pairs)
             self._fill(entry, old)
             self._entries[name] = entry
@@ -206,10 +212,7 @@ class AdapterPool:
         """
         with self._lock:
             entries = sorted(self._entries.items(), key=lambda item: item[1].slot)
-        return [
-            {"name": name, "slot": entry.slot, "path": str(entry.path), **described(entry.pairs)}
-            for name, entry in entries
-        ]
+        return [{"name": name, "slot": entry.slot, "path": str(entry.path), **entry.facts} for name, entry in entries]
 
     def stats(self) -> dict[str, Any]:
         """Figures of the pool.
@@ -226,19 +229,14 @@ class AdapterPool:
         return {
             "slots": self._slots,
             "used": len(entries),
-            "bytes": sum(cast("int", described(entry.pairs)["bytes"]) for entry in entries),
+            "bytes": sum(cast("int", entry.facts["bytes"]) for entry in entries),
             "uses": uses,
             "evictions": evictions,
             "unknown_ids": sum(site.unknown_ids() for site in self._sites.values()),
         }
 
-    def _settle(self) -> None:
-        """Waits until nothing that a GPU has been given reads pairs that are about to go."""
-        for device in {site.device for site in self._sites.values() if site.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
-
     def _drop(self, name: str) -> None:
-        self._settle()
+        settle(self._sites)
         entry = self._entries.pop(name)
         for path in entry.pairs:
             self._sites[path].drop(entry.slot)
@@ -248,7 +246,8 @@ class AdapterPool:
         before: Mapping[str, Pairs] = {} if old is None else old.pairs
         try:
             for path, pairs in entry.pairs.items():
-                self._sites[path].put(entry.slot, pairs)
+                with loading_on(self._sites[path].device):  # no row runs with the slot: there is nothing to wait for
+                    self._sites[path].put(entry.slot, pairs)
             for path in before.keys() - entry.pairs.keys():
                 self._sites[path].drop(entry.slot)
         except BaseException:  # a device out of memory, or an interrupt: nothing half-loaded stays

@@ -15,7 +15,7 @@ from fanfold.lora.convert import convert, stored_bytes
 from fanfold.lora.description import pairs_of
 from fanfold.lora.files import AdapterFile
 from fanfold.lora.site import ExpertSite, Pairs, Site
-from fanfold.lora.streams import loading_on
+from fanfold.lora.streams import loading_on, used_by_current_stream
 from fanfold.spec import LoraPair
 
 
@@ -51,6 +51,7 @@ def _converted(bound: Mapping[str, Pairs], sites: Mapping[str, Site], file: Adap
         for at, pairs in bound.items():
             with loading_on(sites[at].device):
                 made[at] = convert(_read(pairs, file, sites[at].device), sites[at])
+            used_by_current_stream(made[at])
         file.check_unchanged()
         return made
     except torch.OutOfMemoryError as error:

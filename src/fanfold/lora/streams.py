@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+
+from fanfold.lora.description import pairs_of
+from fanfold.lora.site import Pairs, Site
 
 
 @contextmanager
@@ -22,6 +25,19 @@ def loading_on(device: torch.device) -> Generator[None]:
     with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
         yield
         torch.cuda.current_stream().synchronize()
+
+
+def settle(sites: Mapping[str, Site]) -> None:
+    """Waits until nothing that a GPU has been given reads pairs that are about to go."""
+    for device in {site.device for site in sites.values() if site.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def used_by_current_stream(pairs: Pairs) -> None:
+    """Has the allocator wait for the current stream before it gives memory of `convert` to anyone else."""
+    first = pairs_of(pairs)[0].a
+    if first.is_cuda:
+        first.record_stream(torch.cuda.current_stream(first.device))
 
 
 @cache
