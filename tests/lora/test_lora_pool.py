@@ -431,23 +431,26 @@ def test_no_room_on_the_device(model: Model, adapter: Callable[..., Path], monke
         assert (pool.names(), model.held()) == (["a"], held)
 
 
-def test_a_thousand_adapters_through_64_slots(model: Model, adapter: Callable[..., Path]) -> None:
-    """Each is in a slot when it is used, whoever had it before; slots never hold what has gone."""
-    paths = [adapter(f"a{number}", UP, seed=number) for number in range(40)]  # files to take in turn
+def test_a_thousand_adapters_on_disk_through_64_slots(model: Model, adapter: Callable[..., Path]) -> None:
+    """Each is in a slot when it is used, whoever had it before; slots never hold what has gone.
+
+    Once through all of them in order, so that none is there when it is wanted, and then at random.
+    """
+    paths = [adapter(f"a{number}", UP, seed=number) for number in range(1000)]
     pool = AdapterPool(model, slots=64, evict=True)
     rng = random.Random(1)
-    loaded: dict[str, int] = {}
-    for turn in range(1500):
-        name = f"user{rng.randrange(1000)}"
+    for turn, number in enumerate([*range(1000), *(rng.randrange(1000) for _ in range(500))]):
+        name = f"user{number}"
+        assert turn >= 1000 or name not in pool.names()
         if name not in pool.names():
-            pool.load(name, paths[int(name[4:]) % 40])
+            pool.load(name, paths[number])
         with pool.using([name, None]):
-            slot = pool.slot(name)
-            held = model.adapter_sites[EXPERTS].held[slot]["up", 0].b
-            assert torch.equal(held, torch.as_tensor(factors(UP, 2, 6, 4, int(name[4:]) % 40)[names(UP)[1]])), turn
-        loaded[name] = slot
-    assert len(loaded) > 700
+            held = model.adapter_sites[EXPERTS].held[pool.slot(name)]["up", 0].b
+            assert torch.equal(held, factors(UP, 2, 6, 4, number)[names(UP)[1]]), turn
+            assert model.adapter_rows.slots == [pool.slot(name), -1]
+        assert pool.stats()["uses"].keys() == set(pool.names())
     stats = pool.stats()
     assert stats["used"] == 64
-    assert stats["evictions"] > 1000
+    assert stats["evictions"] > 1000 - 64 + 400
+    assert stats["bytes"] == 64 * 4 * 8 * (6 + 4)  # fp32, rank 2 kept as 8
     assert model.adapter_sites[EXPERTS].held.keys() == set(range(64))

@@ -163,8 +163,8 @@ class Experts(nn.Module):
 
     def _forget(self, slot: int) -> None:
         for pairs in self.pairs.values():
-            for key in [key for key in pairs if key[0] == slot]:
-                del pairs[key]
+            for expert in range(self.shape.num_experts):
+                pairs.pop((slot, expert), None)
 
     def forward(
         self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None = None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from fanfold.kernels.lora.table import Entry, new_table, pack_entries, write_slot
+from fanfold.kernels.lora.table import new_table, pack_pairs, write_slot
 from fanfold.layers.implementations import Adapters
 from fanfold.lora.adapter import Projection
 from fanfold.lora.site import ExpertPairs
-from fanfold.spec.adapters import AdapterTable
 from fanfold.spec.lora import LoraPair, padded_rank
 from fanfold.spec.shape import ExpertShape
 
@@ -37,10 +34,13 @@ class ExpertTables:
 
     def write(self, slot: int, pairs: ExpertPairs) -> None:
         """Replaces all entries of a slot, on the current stream; no pairs empty it."""
-        halves = ("gate", "up") if self.gate_up.projections == 2 else ("up",)
-        for number, name in enumerate(halves):
-            _write(self.gate_up, number, slot, {expert: pair for (p, expert), pair in pairs.items() if p == name})
-        _write(self.down, 0, slot, {expert: pair for (p, expert), pair in pairs.items() if p == "down"})
+        of: dict[Projection, dict[int, LoraPair]] = {"gate": {}, "up": {}, "down": {}}
+        for (projection, expert), pair in pairs.items():
+            of[projection][expert] = pair
+        halves = (of["gate"], of["up"]) if self.gate_up.projections == 2 else (of["up"],)
+        for number, half in enumerate(halves):
+            write_slot(self.gate_up, number, slot, pack_pairs(half))
+        write_slot(self.down, 0, slot, pack_pairs(of["down"]))
 
     def adapters(self, adapter_ids: Tensor | None) -> Adapters | None:
         """The adapters of a call: int32 or int64 [T]; an id beyond int32 stays out of every pool's range.
@@ -64,12 +64,7 @@ class LinearTable:
 
     def write(self, slot: int, pair: LoraPair | None) -> None:
         """Replaces a slot's pair; None empties it."""
-        _write(self.table, 0, slot, {} if pair is None else {0: pair})
-
-
-def _write(table: AdapterTable, projection: int, slot: int, pairs: Mapping[int, LoraPair]) -> None:
-    entries = [Entry(e, pair.a.data_ptr(), pair.b.data_ptr(), pair.scale, pair.rank) for e, pair in pairs.items()]
-    write_slot(table, projection, slot, pack_entries(entries))
+        write_slot(self.table, 0, slot, None if pair is None else pack_pairs({0: pair}))
 
 
 def reordered(pairs: ExpertPairs, hidden_order: Tensor) -> ExpertPairs:

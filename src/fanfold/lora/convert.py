@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from fanfold.errors import TensorError
 from fanfold.lora.site import Pairs, Site
 from fanfold.spec import LoraPair
-from fanfold.spec.lora import padded_rank
+from fanfold.spec.lora import RANK_ALIGN, padded_rank
 
 Key = tuple[object, ...]
+Place = tuple[str, int]
 
 
 class _Stored(NamedTuple):
@@ -39,10 +40,11 @@ def convert(pairs: Pairs, site: Site) -> Pairs:
         TensorError: a value is too large for the site's dtype.
         torch.OutOfMemoryError: the device has no room.
     """
-    listed: Mapping[Any, LoraPair] = {None: pairs} if isinstance(pairs, LoraPair) else pairs
-    stored = _stored(pairs)
+    listed = _listed(pairs)
+    keys = {place: (_key(pair.a), _key(pair.b)) for place, pair in listed.items()}
+    stored = _stored(listed, keys)
     runs = _runs(stored)
-    padded = any(tuple(tensor.tensor.shape) != tensor.shape for tensor in stored.values())
+    padded = any(pair.rank % RANK_ALIGN for pair in listed.values())
     allocate = torch.zeros if padded else torch.empty
     memory = allocate(sum(tensor.size for tensor in stored.values()), dtype=site.dtype, device=site.device)
     views: dict[Key, Tensor] = {}
@@ -57,23 +59,28 @@ def convert(pairs: Pairs, site: Site) -> Pairs:
         views |= zip(run, part.unbind(), strict=True)
     if any(tensor.tensor.dtype != site.dtype for tensor in stored.values()):
         _check_finite(memory, [tensor.tensor for tensor in stored.values()], site)
-    made = {place: LoraPair(views[_key(pair.a)], views[_key(pair.b)], pair.scale) for place, pair in listed.items()}
-    return made[None] if isinstance(pairs, LoraPair) else made
+    made = {place: LoraPair(views[keys[place][0]], views[keys[place][1]], pair.scale) for place, pair in listed.items()}
+    return made["", 0] if isinstance(pairs, LoraPair) else cast("Pairs", made)
 
 
 def stored_bytes(pairs: Pairs, dtype: torch.dtype) -> int:
     """What `convert` allocates."""
-    return sum(tensor.size for tensor in _stored(pairs).values()) * dtype.itemsize
+    listed = _listed(pairs)
+    keys = {place: (_key(pair.a), _key(pair.b)) for place, pair in listed.items()}
+    return sum(tensor.size for tensor in _stored(listed, keys).values()) * dtype.itemsize
 
 
-def _stored(pairs: Pairs) -> dict[Key, _Stored]:
+def _listed(pairs: Pairs) -> Mapping[Place, LoraPair]:
+    return {("", 0): pairs} if isinstance(pairs, LoraPair) else cast("Mapping[Place, LoraPair]", pairs)
+
+
+def _stored(pairs: Mapping[Place, LoraPair], keys: Mapping[Place, tuple[Key, Key]]) -> dict[Key, _Stored]:
     """Each tensor once: every A, then every B."""
-    listed = [("", pairs)] if isinstance(pairs, LoraPair) else [(place[0], pair) for place, pair in pairs.items()]
     stored: dict[Key, _Stored] = {}
-    for projection, pair in listed:
-        stored.setdefault(_key(pair.a), _Stored(pair.a, (padded_rank(pair.rank), pair.a.shape[1]), projection))
-    for projection, pair in listed:
-        stored.setdefault(_key(pair.b), _Stored(pair.b, (pair.b.shape[0], padded_rank(pair.rank)), projection))
+    for place, pair in pairs.items():
+        stored.setdefault(keys[place][0], _Stored(pair.a, (padded_rank(pair.rank), pair.a.shape[1]), place[0]))
+    for place, pair in pairs.items():
+        stored.setdefault(keys[place][1], _Stored(pair.b, (pair.b.shape[0], padded_rank(pair.rank)), place[0]))
     return stored
 
 

@@ -14,7 +14,7 @@ from fanfold.errors import TensorError, UnsupportedError
 # base_model.model.<module>[.base_layer...].lora_A[.default].weight
 _PREFIX = "base_model.model."
 _WRAPPED = ".base_layer"
-_SIDES = {f".lora_{side}{adapter}.weight": side for side in "AB" for adapter in ("", ".default")}
+_SIDES = {f"{side}{adapter}.weight": side for side in "AB" for adapter in ("", ".default")}
 # PEFT saves embeddings and lm_head whole where it adapts them: a copy of the base's weight beside the pair.
 _COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
 # <container>.<number>.<projection>: an expert kept as Linear modules
@@ -101,15 +101,15 @@ def group_keys(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[int,
 
 def _place(name: str) -> tuple[str, int, str] | None:
     """Module, depth and side; adapters have thousands of names, for which a regular expression is slow."""
-    suffix = next((suffix for suffix in _SIDES if name.endswith(suffix)), "")
-    if not suffix or not name.startswith(_PREFIX) or "\n" in name:
+    path, _, end = name.rpartition(".lora_")
+    if end not in _SIDES or not path.startswith(_PREFIX) or "\n" in name:
         return None
-    module, depth = name[len(_PREFIX) : -len(suffix)], 0
+    module, depth = path.removeprefix(_PREFIX), 0
     while module.endswith(_WRAPPED) and module != _WRAPPED:
         module, depth = module.removesuffix(_WRAPPED), depth + 1
     if not module or (depth > 0 and module.rpartition(".")[2] != "experts"):
         return None
-    return module, depth, _SIDES[suffix]
+    return module, depth, _SIDES[end]
 
 
 def _unknown(file: Path, name: str) -> UnsupportedError | TensorError:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fanfold.errors import ArgumentError
-from fanfold.kernels.lora.table import Entry, new_table, pack_entries, pad_pair, write_slot
+from fanfold.kernels.lora.table import Entry, PackedEntries, new_table, pack_entries, pack_pairs, pad_pair, write_slot
 from fanfold.spec import AdapterTable, LoraPair
 
 
@@ -25,6 +25,18 @@ def test_packing_fills_gaps_and_lets_the_last_of_two_win() -> None:
 
 def test_an_adapter_without_expert_pairs_gets_no_table() -> None:
     assert pack_entries([]) is None
+    assert pack_pairs({}) is None
+
+
+def test_pairs_are_packed_by_their_addresses() -> None:
+    a, b = torch.zeros(8, 6), torch.zeros(5, 8)
+    pairs = {2: LoraPair(a[:3], b[:, :3], 0.5), 0: LoraPair(a, b, 2.0)}
+    entries = [Entry(e, a.data_ptr(), b.data_ptr(), pair.scale, pair.rank) for e, pair in pairs.items()]
+    assert pack_pairs(pairs) == pack_entries(entries)
+    addresses = [a.data_ptr(), 0, a.data_ptr()], [b.data_ptr(), 0, b.data_ptr()]
+    assert pack_pairs(pairs) == PackedEntries(*addresses, [2.0, 0.0, 0.5], [8, 0, 3])
+    with pytest.raises(ArgumentError, match="found expert -1, rank 8"):
+        pack_pairs({-1: pairs[0]})
 
 
 @pytest.mark.parametrize("entry", [Entry(-1, 1, 1, 1.0, 4), Entry(0, 1, 1, 1.0, 0), Entry(0, 1, 1, 1.0, 513)])

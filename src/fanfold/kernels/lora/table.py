@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,20 +55,29 @@ def pack_entries(entries: Iterable[Entry]) -> PackedEntries | None:
     Raises:
         ArgumentError: a negative expert, or a rank outside [1, 512].
     """
-    by_expert = {entry.expert: entry for entry in entries}
-    for entry in by_expert.values():
-        if entry.expert < 0 or not 1 <= entry.rank <= MOST_RANK:
+    return _packed({e.expert: (e.a, e.b, e.scale, e.rank) for e in entries})
+
+
+def pack_pairs(pairs: Mapping[int, LoraPair]) -> PackedEntries | None:
+    """`pack_entries` of pairs by expert that lie as tables need them, such as those of `pad_pair`."""
+    return _packed({e: (pair.a.data_ptr(), pair.b.data_ptr(), pair.scale, pair.rank) for e, pair in pairs.items()})
+
+
+def _packed(entries: Mapping[int, tuple[int, int, float, int]]) -> PackedEntries | None:
+    if not entries:
+        return None
+    for expert, (*_, rank) in entries.items():
+        if expert < 0 or not 1 <= rank <= MOST_RANK:
             raise ArgumentError(
                 "pack_entries",
-                found=f"expert {entry.expert}, rank {entry.rank}",
+                found=f"expert {expert}, rank {rank}",
                 expected=f"an expert of at least 0 and a rank of 1 to {MOST_RANK}",
                 next_step="Pass the pairs of experts only, as the adapter has them.",
             )
-    if not by_expert:
-        return None
-    none = Entry(-1, 0, 0, 0.0, 0)
-    rows = [by_expert.get(expert, none) for expert in range(max(by_expert) + 1)]
-    return PackedEntries([e.a for e in rows], [e.b for e in rows], [e.scale for e in rows], [e.rank for e in rows])
+    none = 0, 0, 0.0, 0
+    columns = zip(*(entries.get(expert, none) for expert in range(max(entries) + 1)), strict=True)
+    a, b, scale, rank = map(list, columns)
+    return PackedEntries(a, b, scale, rank)
 
 
 def pad_pair(pair: LoraPair, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
