@@ -24,7 +24,7 @@ def prepare(path: str | Path, sites: Mapping[str, Site], max_rank: int) -> dict[
 
     Args:
         path: a PEFT directory.
-        sites: of the pool. A single expert layer takes its part of a whole model's adapter.
+        sites: of the pool. A single expert layer takes its part of a whole model's adapter; the rest is not read.
         max_rank: of the pool.
 
     Raises:
