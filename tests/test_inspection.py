@@ -27,6 +27,7 @@ def test_a_gptq_checkpoint_exactly() -> None:
         "zero_point": "v1",
         "act_order": True,
         "block": None,
+        "activations": "plain",
         "shape": [8, 64, 128],
     }
     found = inspect(path)
@@ -72,6 +73,7 @@ def test_a_gpt_oss_checkpoint_exactly() -> None:
         "zero_point": None,
         "act_order": False,
         "block": None,
+        "activations": "plain",
         "shape": [4, 96, 64],
     }
     weights = 4 * 3 * 96 * 64  # of a layer

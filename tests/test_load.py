@@ -47,7 +47,7 @@ def test_every_sample_has_experts(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CHECKPOINTS if (GOLDEN / n / "dequant_layer0_experts01.pt").exists()])
 def test_layer_0_runs_as_the_tools_own_dequantised_weights(name: str) -> None:
-    experts = load_experts(sample(name), layer=0, dtype=torch.float32)
+    experts = load_experts(sample(name), layer=0, dtype=torch.float32, activation_format="plain")
     theirs = torch.load(GOLDEN / name / "dequant_layer0_experts01.pt", weights_only=True)
     x = numbers(5, experts.shape.hidden)
 

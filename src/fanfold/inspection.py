@@ -25,9 +25,10 @@ def inspect(path: str | Path) -> dict[str, Any]:
 
         A checkpoint: `model_type`, `quantization` (quant_method or None), `experts` (layers, num_experts, hidden,
         intermediate, gated, activation), `layers` (a list: layer, gate_up and down with format, kind, bits, group_size,
-        symmetric, zero_point, act_order, block, shape [E, N, K] of one half), `packed` (what stays packed), `unpacked`
-        (modules outside the experts that are dequantised when loaded: module and format), `bytes` (experts on disk,
-        experts_bf16 = what BF16 would take, other), and `warnings`.
+        symmetric, zero_point, act_order, block, activations (what the config says they are quantised to: plain, nvfp4,
+        fp8, ...), shape [E, N, K] of one half), `packed` (what stays packed), `unpacked` (modules outside the experts
+        that are dequantised when loaded: module and format), `bytes` (experts on disk, experts_bf16 = what BF16 would
+        take, other), and `warnings`.
 
         An adapter: `peft_version`, `ranks`, `targets` (kind of target -> pairs in the file),
         `layers`, `bytes`.
@@ -110,6 +111,7 @@ def _described(info: ProjectionInfo) -> dict[str, Any]:
         "zero_point": fmt.zero_point,
         "act_order": fmt.act_order,
         "block": None if fmt.block is None else list(fmt.block),
+        "activations": info.activations,
         "shape": [info.num_experts, info.n, info.k],
     }
 

@@ -11,6 +11,7 @@ import torch
 from fanfold.errors import ArgumentError, CheckpointWarning, UnavailableError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.evidence import zero_point_warning
+from fanfold.layers.activation_format import AUTO, check_name
 from fanfold.layers.experts import Experts, arch_of
 from fanfold.select import check
 from fanfold.spec.activation import Activation
@@ -25,7 +26,7 @@ def load_experts(
     dtype: torch.dtype | str | None = None,
     implementation: str = "auto",
     batch_invariant: bool = False,
-    w8a8: bool = False,
+    activation_format: str = AUTO,
 ) -> Experts:
     """The experts of one layer of a checkpoint, packed, without transformers.
 
@@ -36,7 +37,7 @@ def load_experts(
         dtype: of the activations, by which adapters are kept; None takes the one config.json names.
         implementation: "auto", or the name of one: see Experts.
         batch_invariant: see Experts.
-        w8a8: see Experts.
+        activation_format: see Experts; "auto" does as the checkpoint says.
 
     Returns:
         A fanfold.Experts.
@@ -49,10 +50,11 @@ def load_experts(
         UnavailableError: the device is not there, or no implementation runs on it.
     """
     target = checked_device(device, implementation)
+    check_name(activation_format)
     checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
     activation = checkpoint.config.activation
-    options = Options(chosen, target, implementation, batch_invariant, w8a8)
+    options = Options(chosen, target, implementation, batch_invariant, activation_format)
     return build_experts(checkpoint, layer, activation, options)
 
 
@@ -73,7 +75,7 @@ class Options:
     device: torch.device
     implementation: str
     batch_invariant: bool
-    w8a8: bool
+    activation_format: str
 
 
 def build_experts(
@@ -86,7 +88,7 @@ def build_experts(
         activation,
         dtype=options.dtype,
         batch_invariant=options.batch_invariant,
-        w8a8=options.w8a8,
+        activation_format=options.activation_format,
         path=path or tensors.container,
         interleaved=checkpoint.config.interleaved,
         transposed=checkpoint.config.transposed,

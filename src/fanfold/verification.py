@@ -33,7 +33,8 @@ def verify(
     """Compares every expert layer and the logits with a dense fp32 run of the same weights.
 
     One batch of random tokens, a row for the base and one for each adapter, runs packed in fp32; each row is then
-    compared with a dense run that has that row's adapter merged into its weights.
+    compared with a dense run that has that row's adapter merged into its weights. Activations stay as they are on both
+    sides, also where the checkpoint has them quantised.
 
     Args:
         path: the checkpoint directory.
@@ -49,7 +50,7 @@ def verify(
     Raises:
         FanfoldError: what load_model and AdapterPool.load raise.
     """
-    model: Any = load_model(path, dtype=torch.float32, progress=progress)
+    model: Any = load_model(path, dtype=torch.float32, activation_format="plain", progress=progress)
     names: list[str | None] = [None]
     for name, folder in (adapters or {}).items():
         model.adapters.load(name, folder)

@@ -14,6 +14,7 @@ from fanfold.cli import output
 from fanfold.cli.app import app
 from fanfold.cli.explain import ranges
 from fanfold.explanation import explain_checkpoint
+from samples import sample
 
 TINY = str(Path(__file__).parents[2] / "examples" / "tiny-moe" / "gptq-int4")
 LAYER = ["--shape", "16,2048,768,128,8", "--format", "gptq4-g128"]
@@ -59,6 +60,7 @@ def test_another_layer_on_another_gpu_with_adapters() -> None:
     assert "configs.py, 99 KiB: packed, alone, 16 rows a tile" in shown
     assert any(line.startswith("gate_up fold kernels/lora t8-r16-k128-n128") for line in shown)
     assert "floor not known for this device" in shown
+    assert "never run kernels on sm_89: compiled, never run" in shown
 
 
 def test_a_config_that_was_changed() -> None:
@@ -73,6 +75,13 @@ def test_a_checkpoint() -> None:
     assert "layers 0-3" in shown
     assert "sizes 16 experts, hidden 256, intermediate 128" in shown
     assert "runs reference" in shown
+
+
+def test_activations_of_a_checkpoint() -> None:
+    shown = lines(call(str(sample("nvfp4")), "--arch", "90").stdout)
+    assert "format nvfp4-divisor, bfloat16 activations rounded to nvfp4" in shown
+    assert "x to nvfp4 kernels/nvfp4/round" in shown
+    assert not any(line.startswith("never run") for line in shown)
 
 
 def test_ranges() -> None:

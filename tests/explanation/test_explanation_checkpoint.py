@@ -42,6 +42,21 @@ def test_the_dtype_is_the_models() -> None:
     assert answer["dtype"] == json.loads((sample("ct_qwen3moe_nvfp4") / "config.json").read_text())["dtype"]
 
 
+@pytest.mark.parametrize(
+    ("name", "arch", "activations", "steps"),
+    [
+        ("nvfp4", 90, "nvfp4", ["plan", "x to nvfp4", "gate_up", "h to nvfp4", "down", "sum"]),
+        ("nvfp4", 89, "nvfp4", ["plan", "x to nvfp4", "gate_up", "h to nvfp4", "down", "sum"]),
+        ("ct_qwen3moe_nvfp4a16", 90, "plain", ["plan", "gate_up", "down", "sum"]),
+        ("ct_qwen3moe_fp8_dynamic", 90, "plain", ["plan", "gate_up", "down", "sum"]),
+    ],
+)
+def test_activations_are_those_of_the_config(name: str, arch: int, activations: str, steps: list[str]) -> None:
+    (answer,) = explain_checkpoint(sample(name), arch, 4)["answers"]
+    assert answer["activation_format"] == activations
+    assert [step["step"] for step in answer["launches"]] == steps
+
+
 def test_what_config_json_must_say(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     copytree(sample("gptq-int4"), folder)

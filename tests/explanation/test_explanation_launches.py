@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from fanfold import explain
+from fanfold.explanation.layer import explain_job
 from fanfold.kernels.combine.config import columns
 from fanfold.kernels.grouped.configs import config_for
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.kernels.lora.config import config_for as fold_config_for
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
-from fanfold.spec import WeightFormat
+from fanfold.spec import ExpertShape, WeightFormat
+from fanfold.spec.job import LayerJob
 
 QWEN = 128, 2048, 768
 
@@ -116,3 +119,20 @@ def test_nothing_is_launched() -> None:
     assert explain(QWEN, "bf16", 90, 0)["launches"] == []
     old = explain(QWEN, "bf16", 70, 8)
     assert (old["chosen"], old["launches"]) == (None, [])
+
+
+def test_activations_in_another_format_are_made_before_each_product() -> None:
+    fmt = WeightFormat.parse("fp8-channel")
+    job = LayerJob(ExpertShape(*QWEN), fmt, fmt, "silu", torch.bfloat16, "fp8")
+    found = explain_job(job, 90, 16, 8)
+    assert steps(found) == ["plan", "x to fp8", "gate_up", "h to fp8", "down", "sum"]
+    config = config_for(fmt, 2048, torch.bfloat16, 90, 128, 128, fused=True, w8a8=True)
+    assert step(found, "gate_up")["config"] == config.name
+    assert "w8a8" in step(found, "gate_up")["from"]
+    assert step(found, "x to fp8")["kernel"] == "kernels/grouped/quantize"
+    nvfp4 = replace(job, gate_up=WeightFormat.parse("nvfp4"), down=WeightFormat.parse("nvfp4"))
+    row = next(row for row in read_table() if row.format == "nvfp4")
+    shape = ExpertShape(row.experts, row.hidden, row.intermediate)
+    for activations, expected in (("plain", row.us), ("nvfp4", None)):
+        asked = replace(nvfp4, shape=shape, activation_format=activations)
+        assert explain_job(asked, 90, row.tokens, row.top_k)["expected_us"] == expected

@@ -56,6 +56,8 @@ def test_a_few_rows_on_an_h200_are_bound_by_reading() -> None:
             "format": "gptq4-g128",
             "arch": "sm_90",
             "dtype": "bfloat16",
+            "activation_format": "plain",
+            "never_run": [],
             "rows": 4,
             "tokens": 4,
             "top_k": 1,
@@ -149,3 +151,18 @@ def test_wrong_questions(case: str) -> None:
     arguments, error, text = WRONG[case]
     with pytest.raises(error, match=text):
         explain(*arguments)
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
+def test_what_nobody_has_run_is_marked(arch: int) -> None:
+    assert explain((E, H, INNER), "gptq4-g128", arch, 4)["never_run"] == [f"kernels on sm_{arch}: compiled, never run"]
+    found = explain((E, H, INNER), "nvfp4", arch, 4)["never_run"]
+    block_scaled = f"block-scaled instructions of torch.ops.fanfold.nvfp4_* on sm_{arch}: compiled, never run"
+    assert found[1:] == ([block_scaled] if arch >= 100 else [])
+
+
+def test_what_has_run_is_not_marked() -> None:
+    for arch in (90, "cpu"):
+        assert explain((E, H, INNER), "nvfp4", arch, 4)["never_run"] == []
+    assert explain((E, H, INNER), "bf16", 103, 4)["never_run"] == ["kernels on sm_103: neither compiled here nor run"]
+    assert explain((E, H, INNER), "bf16", 75, 4)["never_run"] == []  # nothing runs there

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fanfold import AdapterPool, Experts, load_experts
-from fanfold.errors import ArgumentError, InferenceOnlyError, UnavailableError, UnsupportedError
+from fanfold.errors import ArgumentError, InferenceOnlyError, UnavailableError
 from fanfold.formats.codec import dequantize_expert
 from fanfold.layers.reference import layer
 from fanfold.spec import Activation, ExpertWeights
@@ -254,7 +254,7 @@ def test_arch_of_a_device_that_runs_nothing_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block32x32"])
 def test_activations_in_8_bits(name: str) -> None:
     """Both products of a token read E4M3 numbers times a scale; one expert, written out."""
-    experts = Experts(random_experts(name, 1, H, INNER), SILU, dtype=torch.bfloat16, w8a8=True)
+    experts = Experts(random_experts(name, 1, H, INNER), SILU, dtype=torch.bfloat16, activation_format="fp8")
     x = numbers(1, H, dtype=torch.bfloat16)
     one, sure = torch.zeros(1, 1).int(), torch.ones(1, 1)
 
@@ -274,8 +274,3 @@ def test_activations_in_8_bits(name: str) -> None:
     as_they_are = Experts(experts.weights, SILU, dtype=torch.bfloat16)(x, one, sure)
     assert relative_error(found, expected) < 4e-3
     assert 5e-3 < relative_error(found, as_they_are) < 0.1
-
-
-def test_activations_in_8_bits_want_fp8_weights() -> None:
-    with pytest.raises(UnsupportedError, match="w8a8 of experts: found gptq4-g32, gptq4-g32 weights; expected fp8"):
-        Experts(random_experts("gptq4-g32", E, H, INNER), SILU, dtype=torch.bfloat16, w8a8=True)

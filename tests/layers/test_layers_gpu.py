@@ -63,7 +63,7 @@ def batch(tokens: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> li
 def expected(experts: Experts, given: Sequence[Tensor]) -> tuple[Tensor, float]:
     """The layer in fp32 on the CPU, of a module that still lies there, and the error of its steps in x's dtype."""
     x, ids, scores = (part.cpu() for part in given)
-    rest = ids, scores, experts.weights, experts.activation, None, None, experts.w8a8
+    rest = ids, scores, experts.weights, experts.activation, None, None, experts.activation_format
     exact = layer(x.float(), *rest)
     return exact, relative_error(layer(x, *rest).float(), exact)
 
@@ -152,7 +152,7 @@ def test_batch_invariant(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "fp8-channel", "fp8-block128x128"])
 def test_activations_in_8_bits(name: str) -> None:
-    experts = module(name, w8a8=True)
+    experts = module(name, activation_format="fp8")
     batches = [batch(tokens, seed=tokens) for tokens in (1, 40, 500)]
     wanted = [expected(experts, given) for given in batches]
     experts.cuda()

@@ -43,7 +43,7 @@ def layer_of(name: str, device: str, activation: Activation, **options: Any) -> 
 
     weights = random_experts(name, E, H, INNER, gated=activation.gated)
     return Grouped.prepared(
-        moved(weights, device), activation, **{"batch_invariant": False, "w8a8": False, **options}
+        moved(weights, device), activation, **{"batch_invariant": False, "activation_format": "plain", **options}
     ), weights
 
 

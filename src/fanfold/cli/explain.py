@@ -111,11 +111,12 @@ def print_answer(answer: dict[str, Any]) -> None:
     layer = f"{sizes['num_experts']} experts, hidden {sizes['hidden']}, intermediate {sizes['intermediate']}"
     rows: list[tuple[str, str | Text]] = [
         ("layers", ranges(answer["layers"])) if "layers" in answer else ("layer", layer),
-        ("format", f"{answer['format']}, {answer['dtype']} activations"),
+        ("format", f"{answer['format']}, {activations(answer)}"),
         ("batch", batch(answer)),
         ("device", answer["arch"]),
         ("runs", Text(chosen, style="bold green") if chosen else Text("nothing", style="bold red")),
         *[(f"not {name}", reason) for name, reason in answer["rejected"].items()],
+        *[("never run", Text(what, "yellow")) for what in answer["never_run"]],
     ]
     if "layers" in answer:
         rows.insert(1, ("sizes", layer))
@@ -138,6 +139,12 @@ def ranges(layers: list[int]) -> str:
         else:
             found.append([layer, layer])
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
+
+
+def activations(answer: dict[str, Any]) -> str:
+    """Their dtype, and what they are rounded to."""
+    rounded = "" if answer["activation_format"] == "plain" else f" rounded to {answer['activation_format']}"
+    return f"{answer['dtype']} activations{rounded}"
 
 
 def batch(answer: dict[str, Any]) -> str:

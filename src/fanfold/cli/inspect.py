@@ -95,6 +95,8 @@ def facts(fmt: dict[str, Any]) -> str:
         if not fmt["symmetric"]:
             words.append("stored zero points are 1 less" if fmt["zero_point"] == "v1" else "zero points as stored")
         words.append("act-order" if fmt["act_order"] else "no act-order")
+    if fmt["activations"] != "plain":
+        words.append(f"activations {fmt['activations']}")
     return ", ".join(words)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from fanfold.errors import ConfigError, MissingExpertsError
 from fanfold.explanation.layer import explain_job
 from fanfold.formats.checkpoint import Checkpoint
+from fanfold.layers.activation_format import AUTO, resolved
 from fanfold.load import compute_dtype
 from fanfold.spec.job import LayerJob
 from fanfold.spec.shape import ExpertShape
@@ -27,7 +28,7 @@ def explain_checkpoint(
 
     Returns:
         `path`, `model_type`, and `answers`: for all layers that have the same answer, `layers` (their numbers) and
-        what `explain` says of one. Activations are in the dtype of config.json.
+        what `explain` says of one. Activations are in the dtype of config.json, rounded to NVFP4 where it says so.
 
     Raises:
         ConfigError: config.json does not say how many experts a token has.
@@ -49,7 +50,8 @@ def explain_checkpoint(
         info = checkpoint.describe(layer)
         up, down = info["gate_up"], info["down"]
         shape = ExpertShape(up.num_experts, up.k, up.n, up.halves == 2)
-        job = LayerJob(shape, up.format, down.format, checkpoint.config.activation.kind, dtype)
+        activations = resolved(AUTO, up, down, checkpoint.layer(layer).container)
+        job = LayerJob(shape, up.format, down.format, checkpoint.config.activation.kind, dtype, activations)
         answer = explain_job(job, arch, tokens, top_k, adapters, rank)
         same = next((found for found in answers if {**found, "layers": None} == {"layers": None, **answer}), None)
         if same is None:

@@ -20,6 +20,7 @@ from fanfold.kernels.grouped.sm90.weights import padded
 from fanfold.kernels.lora.config import GATHER_TILE, takes_one_launch
 from fanfold.kernels.lora.config import config_for as fold_config_for
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
+from fanfold.spec.activation_format import PLAIN
 from fanfold.spec.job import LayerJob
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weight_format import WeightFormat
@@ -64,23 +65,24 @@ def launches(implementation: str | None, job: LayerJob, batch: Batch, arch: str)
 def _grouped(job: LayerJob, batch: Batch, arch: int) -> Launches:
     """Of `implementations/grouped.py`: act-order is sorted by group when the layer is loaded."""
     up, down = (replace(fmt, act_order=False) for fmt in (job.gate_up, job.down))
-    experts = job.shape.num_experts
-    first = config_for(up, job.shape.hidden, job.dtype, arch, batch.rows, experts, fused=True)
-    second = config_for(down, job.shape.intermediate, job.dtype, arch, batch.rows, experts)
+    experts, w8a8 = job.shape.num_experts, job.activation_format == "fp8"
+    first = config_for(up, job.shape.hidden, job.dtype, arch, batch.rows, experts, fused=True, w8a8=w8a8)
+    second = config_for(down, job.shape.intermediate, job.dtype, arch, batch.rows, experts, w8a8=w8a8)
     table = f"configs.py, {'227' if arch in LARGE else '99'} KiB"
 
     def product(step: str, fmt: WeightFormat, config: LaunchConfig, fused: bool) -> Step:
-        row = (
-            f"{family_of(fmt, job.dtype)}, {'with the activation' if fused else 'alone'}, {config.block_t} rows a tile"
-        )
+        family = family_of(fmt, job.dtype, w8a8)
+        row = f"{family}, {'with the activation' if fused else 'alone'}, {config.block_t} rows a tile"
         return _step(step, "kernels/grouped", config.name, asdict(config), f"{table}: {row}")
 
     steps = [
         *_plan(batch, first.block_t),
         *_order("x", job.gate_up, "kernels/grouped/act_order"),
+        *_rounded("x", job),
         product("gate_up", up, first, True),
         *_fold("gate_up", job, batch, arch),
         *_order("h", job.down, "kernels/grouped/act_order"),
+        *_rounded("h", job),
         product("down", down, second, False),
         *_fold("down", job, batch, arch),
         _sum(batch),
@@ -107,15 +109,23 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
     steps = [
         *_plan(batch, found.gate_up.block_t),
         *_order("x", job.gate_up, "kernels/grouped/sm90/reorder"),
+        *_rounded("x", job),
         product("gate_up", found.gate_up, row.gate_up, gate_up),
         *_fold("gate_up", job, batch, arch),
+        *_rounded("h", job),
         product("down", found.down, row.down, down),
         *_fold("down", job, batch, arch),
         _sum(batch),
     ]
     layer = shape.num_experts, batch.top_k, shape.hidden, shape.intermediate
     same = layer == (row.experts, row.top_k, row.hidden, row.intermediate)
-    measured = same and alone and row.tokens == batch.tokens and _as_measured(job, row.format)
+    measured = (
+        same
+        and alone
+        and job.activation_format == PLAIN
+        and row.tokens == batch.tokens
+        and _as_measured(job, row.format)
+    )
     names = ("format", "experts", "top_k", "hidden", "intermediate", "tokens", "run")
     header = json.loads(TABLE.read_text())
     return Launches(
@@ -158,6 +168,13 @@ def _few(batch: Batch) -> bool:
 
 def _order(what: str, fmt: WeightFormat, kernel: str) -> list[Step]:
     return [_step(f"order of {what}", kernel)] if fmt.act_order else []
+
+
+def _rounded(what: str, job: LayerJob) -> list[Step]:
+    """The activations of a product in another format; scales that the checkpoint lacks cost a few launches more."""
+    kernels = {"nvfp4": "kernels/nvfp4/round", "fp8": "kernels/grouped/quantize"}
+    name = job.activation_format
+    return [] if name == PLAIN else [_step(f"{what} to {name}", kernels[name])]
 
 
 def _fold(step: str, job: LayerJob, batch: Batch, arch: int) -> list[Step]:

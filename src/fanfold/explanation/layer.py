@@ -10,7 +10,7 @@ from fanfold.errors import ArgumentError
 from fanfold.explanation.launches import launches
 from fanfold.explanation.work import Batch, work
 from fanfold.select import arch_name, verdicts
-from fanfold.spec.arch import ARCHS
+from fanfold.spec.arch import ARCHS, BLOCK_SCALED, RUN, SHARED_BYTES
 from fanfold.spec.job import LayerJob
 from fanfold.spec.lora import MOST_RANK
 from fanfold.spec.shape import ExpertShape
@@ -41,9 +41,11 @@ def explain(
         rank: of the adapters.
 
     Returns:
-        What was asked (`shape`, `format`, `dtype`, `arch`, `rows`, `tokens`, `top_k`, `adapters`, `rank`), and:
+        What was asked (`shape`, `format`, `dtype`, `activation_format`, `arch`, `rows`, `tokens`, `top_k`, `adapters`,
+        `rank`), and:
 
         `chosen`: the implementation, or None; `rejected`: name -> reason.
+        `never_run`: what of this nobody has run: kernels that are compiled for a GPU, no more.
         `launches`: the kernels of a call in order: step, kernel, config, settings, from (the config of the row of the
             table, or where the config comes from), changed (why it is not that of the row).
         `table`: the row of the tuned table that the configs come from, or None.
@@ -98,6 +100,7 @@ def explain_job(
         "shape": {"num_experts": shape.num_experts, "hidden": shape.hidden, "intermediate": shape.intermediate},
         "format": ", ".join(dict.fromkeys((job.gate_up.name, job.down.name))),
         "dtype": str(job.dtype).removeprefix("torch."),
+        "activation_format": job.activation_format,
         "arch": name,
         "rows": batch.rows,
         "tokens": tokens,
@@ -106,11 +109,29 @@ def explain_job(
         "rank": rank if adapters else None,
         "chosen": chosen,
         "rejected": {verdict.kernel: verdict.reason for verdict in found if isinstance(verdict, Rejected)},
+        "never_run": never_run(job, chosen, name),
         "launches": ran.steps,
         "table": ran.table,
         "expected_us": ran.expected,
         **work(job, batch, ARCHS.get(name)),
     }
+
+
+def never_run(job: LayerJob, chosen: str | None, arch: str) -> list[str]:
+    """What has not run there: the kernels of the layer, and of NVFP4 the instructions that its operations use.
+
+    Args:
+        job: the layer.
+        chosen: what runs it.
+        arch: `cpu` or `sm_NN`.
+    """
+    if arch == "cpu" or arch in RUN:
+        return []
+    state = "compiled, never run" if arch in SHARED_BYTES else "neither compiled here nor run"
+    found = [] if chosen in (None, "reference") else [f"kernels on {arch}: {state}"]
+    if "nvfp4" in (job.gate_up.kind, job.down.kind) and int(arch.removeprefix("sm_")) >= BLOCK_SCALED:
+        found.append(f"block-scaled instructions of torch.ops.fanfold.nvfp4_* on {arch}: {state}")
+    return found
 
 
 def _shape(sizes: object) -> ExpertShape:

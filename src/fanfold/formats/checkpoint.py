@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fanfold.errors import MissingExpertsError, TensorError
+from fanfold.errors import MissingExpertsError, TensorError, UnsupportedError
 from fanfold.formats.config import ModelConfig
 from fanfold.formats.experts import LayerTensors, ProjectionInfo, find_experts
 from fanfold.formats.files import CheckpointFiles, read_json
@@ -16,6 +17,7 @@ from fanfold.formats.fused import find_fused
 from fanfold.formats.matrix import DENSE, Matrix, find_matrix, read_dense
 from fanfold.formats.names import expert_name, in_experts, is_draft
 from fanfold.formats.quantization import Quantization, read_quantization
+from fanfold.spec.activation_format import PLAIN
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
 # What follows a module's name where its weight is packed. `weight` alone is plain, unless its dtype says otherwise.
@@ -98,7 +100,9 @@ class Checkpoint:
             ConfigError, MissingExpertsError, TensorError, UnsupportedError: as `read_experts`, as far as headers tell.
         """
         gate_up, down = self._find(layer)
-        return {"gate_up": gate_up.describe(self.files), "down": down.describe(self.files)}
+        found = {"gate_up": gate_up.describe(self.files), "down": down.describe(self.files)}
+        stated = self._activations(layer)
+        return {name: replace(info, activations=stated[name]) for name, info in found.items()}
 
     def read_experts(self, layer: int) -> ExpertWeights:
         """The packed experts of one layer, on the CPU.
@@ -112,7 +116,11 @@ class Checkpoint:
             UnsupportedError: a format that is not run.
         """
         gate_up, down = self._find(layer)
-        return ExpertWeights(gate_up.read(self.files), down.read(self.files))
+        stated = self._activations(layer)
+        return ExpertWeights(
+            replace(gate_up.read(self.files), activations=stated["gate_up"]),
+            replace(down.read(self.files), activations=stated["down"]),
+        )
 
     def expert_bytes(self) -> int:
         """Bytes on disk of all expert tensors."""
@@ -170,6 +178,30 @@ class Checkpoint:
         weight = suffixes.get("weight")
         dense = weight is None or self.files.infos[weight].dtype in DENSE
         return not dense or not PACKED.isdisjoint(suffixes)
+
+    def _activations(self, layer: int) -> dict[str, str]:
+        """What the config says of the activations of gate_up and down.
+
+        Raises:
+            UnsupportedError: not the same of all experts.
+        """
+        tensors = self.layer(layer)
+        named = {(projection, None): suffixes for projection, suffixes in tensors.fused.items()}
+        found: dict[str, dict[str, str]] = {"gate_up": {}, "down": {}}
+        for (projection, _), suffixes in (*named.items(), *tensors.per_expert.items()):
+            suffix, name = next(iter(suffixes.items()))
+            module = name.removesuffix(f".{suffix}")
+            stated = found["down" if projection == "down" else "gate_up"]
+            stated.setdefault(self.quantization.activations(module), module)
+        for modules in found.values():
+            if len(modules) > 1:
+                raise UnsupportedError(
+                    f"{self.config.path}: activations of {tensors.container}",
+                    found=", ".join(f"{stated} for {module}" for stated, module in modules.items()),
+                    expected="the same for all experts of a projection",
+                    next_step="Requantise the model with one scheme for all experts.",
+                )
+        return {projection: next(iter(modules), PLAIN) for projection, modules in found.items()}
 
     def _find(self, layer: int) -> tuple[Projection, Projection]:
         """gate_up and down of one layer, of sizes that fit each other and config.json.

@@ -7,6 +7,8 @@ pattern (`re:...`), a pattern before the class (`Linear`); ignored modules belon
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from fanfold.errors import UnsupportedError
 from fanfold.formats.config_fields import Fields
@@ -14,6 +16,7 @@ from fanfold.formats.schemes import Scheme
 from fanfold.formats.values import shown
 from fanfold.spec.weight_format import WeightFormat
 
+T = TypeVar("T")
 CLASS = "Linear"  # the class of every module that holds a matrix
 BLOCKS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
@@ -26,28 +29,37 @@ def compressed_tensors(config: Fields) -> Scheme:
         UnsupportedError: a format that fanfold does not run, or weights that are also sparse or rotated.
     """
     _refuse_transforms(config)
+    return by_target(config, lambda group: _format(group, group.text("format", config.text("format", "dense"))))
+
+
+def by_target(config: Fields, of_group: Callable[[Fields], T | None]) -> Callable[[str], T | None]:
+    """Module name -> what `of_group` says of the module's group; None for modules of none.
+
+    Raises:
+        ConfigError: a field is missing or malformed.
+    """
     ignored_names, ignored_patterns, all_ignored = _sorted_targets(config, "ignore")
-    by_name: dict[str, WeightFormat | None] = {}
-    by_pattern: list[tuple[str, re.Pattern[str], WeightFormat | None]] = []
-    by_class: WeightFormat | None = None
+    by_name: dict[str, T | None] = {}
+    by_pattern: list[tuple[str, re.Pattern[str], T | None]] = []
+    by_class: T | None = None
     entries = config.object("config_groups")
     for key in entries.values:
         group = entries.object(key)
         names, patterns, everything = _sorted_targets(group, "targets")
-        fmt = _format(group, group.text("format", config.text("format", "dense")))
-        by_name.update(dict.fromkeys(names, fmt))
-        by_pattern += [(pattern.pattern, pattern, fmt) for pattern in patterns]
-        by_class = fmt if everything else by_class
+        found = of_group(group)
+        by_name.update(dict.fromkeys(names, found))
+        by_pattern += [(pattern.pattern, pattern, found) for pattern in patterns]
+        by_class = found if everything else by_class
     by_pattern.sort(key=lambda entry: entry[0])
 
-    def scheme(module: str) -> WeightFormat | None:
+    def find(module: str) -> T | None:
         if all_ignored or module in ignored_names or any(p.match(module) for p in ignored_patterns):
             return None
         if module in by_name:
             return by_name[module]
-        return next((fmt for _, pattern, fmt in by_pattern if pattern.match(module)), by_class)
+        return next((found for _, pattern, found in by_pattern if pattern.match(module)), by_class)
 
-    return scheme
+    return find
 
 
 def _sorted_targets(config: Fields, field: str) -> tuple[set[str], list[re.Pattern[str]], bool]:

@@ -13,6 +13,7 @@ from fanfold.errors import MissingExpertsError, TensorError
 from fanfold.formats.files import CheckpointFiles
 from fanfold.formats.matrix import Matrix, find_matrix, is_plain_order, read_matrix
 from fanfold.formats.schemes import Scheme
+from fanfold.spec.activation_format import PLAIN
 from fanfold.spec.weight_format import INTEGER_BITS, WeightFormat
 from fanfold.spec.weights import ProjectionWeights
 
@@ -22,13 +23,17 @@ ZEROS = frozenset({"qzeros", "zero_point"})
 
 @dataclass(frozen=True)
 class ProjectionInfo:
-    """What headers say of one projection: format, E, halves (2 for gate and up), and N x K of one half."""
+    """What headers say of one projection: format, E, halves (2 for gate and up), and N x K of one half.
+
+    `activations` is what the config says of them, once the checkpoint has filled it in.
+    """
 
     format: WeightFormat
     num_experts: int
     halves: int
     n: int
     k: int
+    activations: str = PLAIN
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fanfold.errors import ConfigError, UnsupportedError
+from fanfold.formats.activations import SCHEMES, ActivationScheme, weight_only
 from fanfold.formats.compressed_tensors_scheme import compressed_tensors
 from fanfold.formats.config import ModelConfig
 from fanfold.formats.config_fields import Fields
@@ -52,10 +53,12 @@ class Quantization:
     Attributes:
         method: `quant_method`, or None for a checkpoint that is not quantised.
         scheme: module name -> WeightFormat, or None where the module is not quantised.
+        activations: module name -> what its activations are quantised to, as `activations.py` names it.
     """
 
     method: str | None
     scheme: Scheme
+    activations: ActivationScheme
 
 
 def read_quantization(directory: Path, config: ModelConfig) -> Quantization:
@@ -75,7 +78,7 @@ def read_quantization(directory: Path, config: ModelConfig) -> Quantization:
             where, default = side, maker
         fields = {**stated, **fields}
     if not fields:
-        return Quantization(None, lambda module: None)
+        return Quantization(None, lambda module: None, weight_only)
     method = _first(fields, METHOD)
     method = default if method is None else method
     if not isinstance(method, str):
@@ -92,7 +95,9 @@ def read_quantization(directory: Path, config: ModelConfig) -> Quantization:
             expected=f"one of {', '.join(METHODS)}",
             next_step="Requantise the model to one of the formats in fanfold's README.",
         )
-    return Quantization(method, METHODS[method](Fields(where, fields)))
+    stated = Fields(where, fields)
+    scheme = METHODS[method](stated)
+    return Quantization(method, scheme, SCHEMES.get(method, lambda _: weight_only)(stated))
 
 
 def _side_files(directory: Path) -> list[tuple[str, dict[str, Any], str]]:

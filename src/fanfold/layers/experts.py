@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fanfold.errors import ArgumentError, UnavailableError, UnsupportedError
+from fanfold.layers.activation_format import AUTO, resolved
 from fanfold.layers.implementations import Implementation, implement
 from fanfold.layers.moving import move, moved, short_name
 from fanfold.layers.op import number_of
@@ -21,6 +22,7 @@ from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
 from fanfold.select import choose, verdicts
 from fanfold.spec.activation import Activation
+from fanfold.spec.activation_format import PLAIN, ActivationFormat
 from fanfold.spec.job import LayerJob
 from fanfold.spec.lora import LoraPair
 from fanfold.spec.shape import ExpertShape
@@ -41,13 +43,16 @@ class Experts(nn.Module):
         implementation: "auto", or the name of one: "reference" is the readable torch version, the others are those
             that `fanfold.explain` lists.
         batch_invariant: on a GPU, one config for any number of rows: a row's bits then depend on no other row.
-        w8a8: FP8 weights alone: activations are quantised to E4M3 before both products, a scale a row or a block.
+        activation_format: what activations are rounded to before both products: "nvfp4" (W4A4, NVFP4 weights), "fp8"
+            (W8A8, FP8 weights: E4M3 with a scale a row or a block), "plain" (nothing: weight only), or "auto": "nvfp4"
+            where the checkpoint says so, else "plain".
         path: the module's name in the model, by which adapters find it.
         interleaved: adapters of fused gate_up rows alternate gate and up (gpt-oss).
         transposed: the model's own parameters are (E, inputs, outputs); tells the layout of old adapters.
 
     Attributes:
         implementation: the name of the one that runs. A log line of `fanfold` says why.
+        activation_format: what "auto" came to.
         formats: how gate_up and down are packed.
         biased: whether gate_up and down have biases.
 
@@ -64,7 +69,7 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         implementation: str = "auto",
         batch_invariant: bool = False,
-        w8a8: bool = False,
+        activation_format: str = AUTO,
         path: str = "experts",
         interleaved: bool = False,
         transposed: bool = False,
@@ -76,16 +81,9 @@ class Experts(nn.Module):
         self.interleaved = interleaved
         self.transposed = transposed
         self.batch_invariant = batch_invariant
-        self.w8a8 = w8a8
         self.shape: ExpertShape = weights.shape
         self.formats = weights.gate_up.format, weights.down.format
-        if w8a8 and any(fmt.kind != "fp8" for fmt in self.formats):
-            raise UnsupportedError(
-                f"w8a8 of {path}",
-                found=f"{', '.join(fmt.name for fmt in self.formats)} weights",
-                expected="fp8 weights",
-                next_step="Leave w8a8 out: activations then stay as they are.",
-            )
+        self.activation_format: ActivationFormat = resolved(activation_format, weights.gate_up, weights.down, path)
         self.biased = weights.gate_up.bias is not None, weights.down.bias is not None
         self.adapter_rows = Rows()
         self.pairs: dict[str, dict[tuple[int, int], LoraPair]] = {"gate": {}, "up": {}, "down": {}}
@@ -194,7 +192,7 @@ class Experts(nn.Module):
         """`forward` behind its checks: what torch.ops.fanfold.experts calls."""
         if self._kernels is None:
             own = self.weights, self.activation, self.pairs
-            return layer(hidden, topk_ids, topk_weights, *own, adapter_ids, self.w8a8)
+            return layer(hidden, topk_ids, topk_weights, *own, adapter_ids, self.activation_format)
         tables = self.tables
         adapters = None if tables is None else tables.adapters(adapter_ids)
         return self._kernels.run(hidden, topk_ids, topk_weights, adapters)
@@ -203,9 +201,10 @@ class Experts(nn.Module):
         """Formats and sizes."""
         shape = self.shape
         formats = dict.fromkeys(fmt.name for fmt in self.formats)
+        activations = "" if self.activation_format == PLAIN else f"activations={self.activation_format}, "
         return (
             f"{', '.join(formats)}, E={shape.num_experts}, H={shape.hidden}, I={shape.intermediate}, "
-            f"{self.activation.kind}, implementation={self.implementation}"
+            f"{self.activation.kind}, {activations}implementation={self.implementation}"
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -246,24 +245,25 @@ class Experts(nn.Module):
         """Takes the weights where they are: chooses what runs them there, and prepares that."""
         self.device = next(iter(weights.down.tensors.values())).device
         self.adapter_rows.move(self.device)
-        job = LayerJob(self.shape, *self.formats, self.activation.kind, self.dtype)
+        job = LayerJob(self.shape, *self.formats, self.activation.kind, self.dtype, self.activation_format)
         arch = arch_of(self.device)
         chosen = choose(job, arch, self.requested)
         reasons = {v.kernel: v.reason for v in verdicts(job, arch, self.requested) if isinstance(v, Rejected)}
         kernels: Implementation | None = None
         if chosen != "reference":
             try:
-                kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.w8a8)
+                kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.activation_format)
             except UnsupportedError as error:  # values that no format tells of, such as scales out of its range
                 if self.requested != "auto":
                     raise
                 reasons[chosen] = f"{error.found}; runs {error.expected}"
                 chosen = "grouped"
-                kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.w8a8)
+                kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.activation_format)
         self.implementation = chosen
         self._kernels = kernels
         self._packed = weights if kernels is None else kernels.packed
-        _log(f"{chosen} runs {job.gate_up} experts on {arch}", tuple(reasons.items()))
+        activations = "" if job.activation_format == PLAIN else f" with {job.activation_format} activations"
+        _log(f"{chosen} runs {job.gate_up} experts{activations} on {arch}", tuple(reasons.items()))
 
     def _check(self, hidden: Tensor, ids: Tensor, weights: Tensor, adapter_ids: Tensor | None) -> None:
         tokens = hidden.shape[0] if hidden.dim() else 0

@@ -16,8 +16,10 @@ from fanfold.kernels.activation.reference import activate
 from fanfold.kernels.combine.reference import combine
 from fanfold.kernels.grouped.reference import dequantize_rows, grouped, quantize_rows
 from fanfold.kernels.lora.reference import lora_fold
+from fanfold.kernels.nvfp4.projection import product as nvfp4_product
 from fanfold.routing.reference import plan_sort
 from fanfold.spec.activation import Activation
+from fanfold.spec.activation_format import PLAIN, ActivationFormat
 from fanfold.spec.lora import LoraPair
 from fanfold.spec.route import Route
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
@@ -34,7 +36,7 @@ def layer(
     activation: Activation,
     pairs: LayerPairs | None = None,
     adapter_ids: Tensor | None = None,
-    w8a8: bool = False,
+    activation_format: ActivationFormat = PLAIN,
 ) -> Tensor:
     """The weighted sum over each token's experts.
 
@@ -46,7 +48,7 @@ def layer(
         activation: between gate_up and down.
         pairs: the LoRA pairs of all slots.
         adapter_ids: int [T], slot of each token; < 0 is the base. None: base for all.
-        w8a8: activations in 8 bits before both products, of FP8 weights.
+        activation_format: what activations are rounded to before both products.
 
     Returns:
         [T, H] in x's dtype.
@@ -56,7 +58,7 @@ def layer(
     tokens = (route.sorted_rows // max(top_k, 1)).long()
     lora = None if pairs is None or adapter_ids is None else (pairs, adapter_ids[tokens], _experts(route))
 
-    y1 = _product(x[tokens], weights.gate_up, route, w8a8)  # 3
+    y1 = _product(x[tokens], weights.gate_up, route, activation_format)  # 3
     if lora is not None:
         for half, name in enumerate(("gate", "up") if halves == 2 else ("up",)):
             columns = y1[:, half * weights.gate_up.n : (half + 1) * weights.gate_up.n]
@@ -64,17 +66,19 @@ def layer(
 
     h = activate(y1, activation)  # 4
 
-    y2 = _product(h, weights.down, route, w8a8)  # 5
+    y2 = _product(h, weights.down, route, activation_format)  # 5
     if lora is not None:
         lora_fold(y2, h, lora[0].get("down", {}), lora[1], lora[2])
 
     return combine(y2[route.positions.long()], topk_ids, topk_weights, experts)  # 6
 
 
-def _product(x: Tensor, projection: ProjectionWeights, route: Route, w8a8: bool) -> Tensor:
+def _product(x: Tensor, projection: ProjectionWeights, route: Route, activation_format: ActivationFormat) -> Tensor:
     """[R, P*N]: the halves of one projection side by side."""
     dtype = x.dtype
-    if w8a8:
+    if activation_format == "nvfp4":
+        return nvfp4_product(x, projection, route.expert_offsets).to(dtype)
+    if activation_format == "fp8":
         group = projection.format.activation_group(projection.k)
         x = dequantize_rows(*quantize_rows(x, group), group)  # fp32: what is multiplied
 

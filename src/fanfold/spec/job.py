@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fanfold.spec.activation import ActivationKind
+from fanfold.spec.activation_format import PLAIN, ActivationFormat
 from fanfold.spec.shape import ExpertShape
 from fanfold.spec.weight_format import WeightFormat
 
@@ -20,6 +21,7 @@ class LayerJob:
         gate_up, down: how the weights are packed.
         activation: kind of the activation.
         dtype: of the activations.
+        activation_format: what they are rounded to before each product.
     """
 
     shape: ExpertShape
@@ -27,3 +29,4 @@ class LayerJob:
     down: WeightFormat
     activation: ActivationKind
     dtype: torch.dtype
+    activation_format: ActivationFormat = PLAIN

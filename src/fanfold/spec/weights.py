@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
+from fanfold.spec.activation_format import PLAIN
 from fanfold.spec.shape import ExpertShape
 from fanfold.spec.weight_format import WeightFormat
 
@@ -25,6 +26,8 @@ class ProjectionWeights:
         k: inputs.
         tensors: name -> [E, P, ...].
         bias: [E, P, N] or None.
+        activations: what the checkpoint says that its activations are quantised to: `plain`, `nvfp4`, or a name as
+            `fanfold inspect` shows it, such as `fp8-static`.
     """
 
     format: WeightFormat
@@ -32,6 +35,7 @@ class ProjectionWeights:
     k: int
     tensors: Mapping[str, Tensor]
     bias: Tensor | None = None
+    activations: str = PLAIN
 
     def __post_init__(self) -> None:
         leading = {name: tuple(t.shape[:2]) for name, t in self.tensors.items()}

@@ -31,6 +31,7 @@ from fanfold.integrations.transformers.quantizer import (
     register,
     shapes_of,
 )
+from fanfold.layers.activation_format import AUTO, check_name
 from fanfold.load import Options, build_experts, checked_device, compute_dtype, open_checkpoint
 
 Progress = Callable[[int, int, str], None]
@@ -79,7 +80,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     implementation: str = "auto",
     batch_invariant: bool = False,
-    w8a8: bool = False,
+    activation_format: str = AUTO,
     progress: Progress | None = None,
 ) -> Any:
     """A transformers model whose experts are fanfold's and stay packed; all else is transformers' own.
@@ -93,7 +94,7 @@ def load_model(
         dtype: of activations and unpacked weights: bfloat16, float16 or float32; None takes the one of config.json.
         implementation: "auto", or the name of one: see fanfold.Experts.
         batch_invariant: see fanfold.Experts.
-        w8a8: see fanfold.Experts.
+        activation_format: of the experts, see fanfold.Experts; "auto" does as the checkpoint says.
         progress: called with (done, total, what) while loading.
 
     Returns:
@@ -106,9 +107,10 @@ def load_model(
         UnavailableError: the device is not there, or no implementation runs on it.
     """
     target = checked_device(device, implementation)
+    check_name(activation_format)
     checkpoint = open_checkpoint(path)
     chosen = compute_dtype(checkpoint, dtype)
-    options = Options(chosen, target, implementation, batch_invariant, w8a8)
+    options = Options(chosen, target, implementation, batch_invariant, activation_format)
     model = _without_experts(checkpoint, chosen)
     places = [(name, place) for name, place in modules_of(model) if isinstance(place, EmptyPlace)]
     check_layers(checkpoint, model, places)

@@ -12,9 +12,8 @@ from fanfold.kernels.common.device import NATIVE_E4M3, arch_of
 from fanfold.kernels.nvfp4.experts import Experts
 from fanfold.kernels.nvfp4.product import experts_product
 from fanfold.kernels.nvfp4.run import constant
+from fanfold.spec.arch import BLOCK_SCALED
 
-BLOCK_SCALED = 100
-"""The first compute capability that multiplies E2M1 codes with E4M3 scales."""
 BLOCK_N, BLOCK_B = 64, 64
 """Outputs of a program, bytes of a step. One config a machine, so that a row has the same bits everywhere."""
 NUM_WARPS, STAGES = 4, 3

@@ -1,5 +1,6 @@
 """Rows of numbers as NVFP4: E2M1 codes, and an E4M3 scale per 16 (a launch; bits of `reference.pack_rows`)."""
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 # (Triton's builtins carry no types.)
 
 from __future__ import annotations
@@ -72,6 +73,36 @@ def encode(size, TO_EVEN: tl.constexpr):
 
 
 @triton.jit
+def group_codes(x, gs, TO_EVEN: tl.constexpr, DIVIDE: tl.constexpr, NATIVE: tl.constexpr):
+    """Values fp32 [GROUPS, 16] -> E4M3 bytes [GROUPS], E2M1 codes int32 [GROUPS, 16] with their signs.
+
+    gs: fp32 [GROUPS], global scales: two levels; None: one. DIVIDE: they are reciprocals.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # As integers sizes are in the order of numbers, with NaN on top.
+    amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)
+    wanted = tl.div_rn(amax, tl.full(amax.shape, 6.0, tl.float32))
+    if gs is not None:
+        wanted = wanted * gs if DIVIDE else tl.div_rn(wanted, gs)
+    code = fp32_to_e4m3(wanted, NATIVE)
+    if gs is None:
+        code = tl.where(amax == 0.0, 0x38, code).to(tl.uint8)
+    step = scale_of(code)
+    if gs is not None:
+        step = tl.div_rn(step, gs) if DIVIDE else step * gs
+    steps = tl.broadcast_to(step[:, None], x.shape)
+    codes = encode(tl.div_rn(size.to(tl.float32, bitcast=True), steps), TO_EVEN) | ((bits >> 28) & 8)
+    return code, tl.where(steps == 0.0, 0, codes)
+
+
+@triton.jit
+def scale_of(code):
+    """E4M3 bytes of sizes -> fp32, NaN included."""
+    return tl.where(code == 0x7F, float("nan"), e4m3_to_fp16(code, False).to(tl.float32))
+
+
+@triton.jit
 def pack_groups(
     x_ptr: tl.tensor, gs_ptr: tl.tensor, ids_ptr: tl.tensor, q_ptr: tl.tensor, s_ptr: tl.tensor, T: tl.tensor,
     rows: tl.tensor, groups: tl.tensor, rows_per_scale: tl.tensor, stride_x: tl.tensor,
@@ -88,23 +119,10 @@ def pack_groups(
     there = on & (source >= 0) & (source < T)
     at = x_ptr + source.to(tl.int64) * stride_x + group * 16
     x = tl.load(at[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0.0).to(tl.float32)
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # As integers sizes are in the order of numbers, with NaN on top.
-    amax = tl.max(size, axis=1).to(tl.float32, bitcast=True)
-    wanted = tl.div_rn(amax, tl.full((GROUPS,), 6.0, tl.float32))
+    gs = None
     if gs_ptr is not None:
         gs = tl.load(gs_ptr + row // rows_per_scale, mask=on, other=1.0)
-        wanted = wanted * gs if DIVIDE else tl.div_rn(wanted, gs)
-    code = fp32_to_e4m3(wanted, NATIVE)
-    if gs_ptr is None:
-        code = tl.where(amax == 0.0, 0x38, code).to(tl.uint8)
-    step = tl.where(code == 0x7F, float("nan"), e4m3_to_fp16(code, False).to(tl.float32))
-    if gs_ptr is not None:
-        step = tl.div_rn(step, gs) if DIVIDE else step * gs
-    steps = tl.broadcast_to(step[:, None], x.shape)
-    codes = encode(tl.div_rn(size.to(tl.float32, bitcast=True), steps), TO_EVEN) | ((bits >> 28) & 8)
-    codes = tl.where(steps == 0.0, 0, codes)
+    code, codes = group_codes(x, gs, TO_EVEN, DIVIDE, NATIVE)
     low, high = tl.split(tl.reshape(codes, (GROUPS, 8, 2)))
     to = q_ptr + i.to(tl.int64)[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(to, (low | (high << 4)).to(tl.uint8), mask=on[:, None])

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fanfold.spec.activation import Activation
+from fanfold.spec.activation_format import ActivationFormat
 from fanfold.spec.adapters import AdapterTable
 from fanfold.spec.weights import ExpertWeights
 
@@ -55,7 +56,11 @@ class Implementation(Protocol):
 
 
 def implement(
-    name: str, weights: ExpertWeights, activation: Activation, batch_invariant: bool, w8a8: bool
+    name: str,
+    weights: ExpertWeights,
+    activation: Activation,
+    batch_invariant: bool,
+    activation_format: ActivationFormat,
 ) -> Implementation:
     """The implementation of that name for a layer.
 
@@ -64,7 +69,7 @@ def implement(
         weights: the packed experts, on the GPU. An implementation may keep another form of them.
         activation: between gate_up and down.
         batch_invariant: pin one config, so that a row's bits do not depend on the other rows.
-        w8a8: activations in 8 bits before both products.
+        activation_format: what activations are rounded to before both products.
 
     Raises:
         UnsupportedError: the weights hold values that this implementation does not run.
@@ -72,7 +77,7 @@ def implement(
     if name == "grouped_int4_sm90":
         from fanfold.layers.implementations.grouped_int4_sm90 import GroupedInt4Sm90
 
-        return GroupedInt4Sm90(weights, activation, batch_invariant)
+        return GroupedInt4Sm90(weights, activation, batch_invariant, activation_format)
     from fanfold.layers.implementations.grouped import Grouped
 
-    return Grouped.prepared(weights, activation, batch_invariant, w8a8)
+    return Grouped.prepared(weights, activation, batch_invariant, activation_format)

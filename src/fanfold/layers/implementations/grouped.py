@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,14 @@ from fanfold.kernels.grouped.act_order import sort_by_group
 from fanfold.kernels.grouped.configs import config_for, pinned_config
 from fanfold.kernels.grouped.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.rows import gather_down, gather_gate_up
+from fanfold.kernels.nvfp4.projection import input_scales, with_alphas
 from fanfold.layers.implementations import Adapters
 from fanfold.layers.implementations.folding import products
+from fanfold.layers.implementations.operands import Nvfp4, Operands, Plain, by_row
 from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
+from fanfold.spec.activation_format import PLAIN, ActivationFormat
+from fanfold.spec.adapters import Aside
 from fanfold.spec.launch import LaunchConfig
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
@@ -33,7 +36,7 @@ class Grouped:
         weights: the packed experts, on the GPU.
         activation: between gate_up and down.
         batch_invariant: one config for any number of rows.
-        w8a8: activations in 8 bits before both products, of FP8 weights.
+        activation_format: what activations are rounded to before both products.
         gate_up_order, down_order: int32 [E, K] of weights that `sort_by_group` made.
     """
 
@@ -44,24 +47,33 @@ class Grouped:
         weights: ExpertWeights,
         activation: Activation,
         batch_invariant: bool = False,
-        w8a8: bool = False,
+        activation_format: ActivationFormat = PLAIN,
         gate_up_order: Tensor | None = None,
         down_order: Tensor | None = None,
     ) -> None:
         self.weights = weights
         self.activation = activation
         self.batch_invariant = batch_invariant
-        self.w8a8 = w8a8
+        self.w8a8 = activation_format == "fp8"
+        self.gate_up = _operands(weights.gate_up, activation_format)
+        self.down = _operands(weights.down, activation_format)
         self.gate_up_order = gate_up_order
         self.down_order = down_order
         self.arch = arch_of(next(iter(weights.down.tensors.values())).device)
 
     @classmethod
-    def prepared(cls, weights: ExpertWeights, activation: Activation, batch_invariant: bool, w8a8: bool) -> Grouped:
+    def prepared(
+        cls,
+        weights: ExpertWeights,
+        activation: Activation,
+        batch_invariant: bool,
+        activation_format: ActivationFormat,
+    ) -> Grouped:
         """The layer with act-order sorted by group, once; it keeps the sorted weights alone."""
         gate_up, gate_up_order = _sorted(weights.gate_up)
         down, down_order = _sorted(weights.down)
-        return cls(ExpertWeights(gate_up, down), activation, batch_invariant, w8a8, gate_up_order, down_order)
+        made = ExpertWeights(gate_up, down)
+        return cls(made, activation, batch_invariant, activation_format, gate_up_order, down_order)
 
     @property
     def packed(self) -> ExpertWeights | None:
@@ -81,29 +93,27 @@ class Grouped:
         topk_ids = topk_ids.contiguous()
         first = self._config(weights.gate_up, hidden.dtype, tokens * top_k, fused=True)
         second = self._config(weights.down, hidden.dtype, tokens * top_k, fused=False)
-        up_options = {"activation": self.activation, "permutation": self.gate_up_order, "w8a8": self.w8a8}
-        down_options = {"permutation": self.down_order, "w8a8": self.w8a8}
+        up_options: Any = {"activation": self.activation, "permutation": self.gate_up_order, "w8a8": self.w8a8}
+        down_options: Any = {"permutation": self.down_order, "w8a8": self.w8a8}
         with torch.cuda.device_of(hidden):
-            if tokens == 1:
-                route = None
-                gate_up: Any = partial(gather_gate_up, hidden, weights.gate_up, topk_ids, first, **up_options)
-                down: Any = partial(gather_down, weights=weights.down, topk_ids=topk_ids, config=second, **down_options)
-            else:
-                route, work = plan_sort(topk_ids, experts, first.block_t)
-                plan = {"work": work, "sorted_rows": route.sorted_rows}
-                gate_up = partial(
-                    grouped_gate_up, hidden, weights.gate_up, work, route.sorted_rows, top_k, first, **up_options
-                )
-                down = partial(grouped_down, weights=weights.down, config=second, scatter=True, **plan, **down_options)
+            route, work = (None, None) if tokens == 1 else plan_sort(topk_ids, experts, first.block_t)
+            order = None if route is None else route.sorted_rows
+
+            def gate_up(aside: Aside | None) -> Tensor:
+                x, packed, shared = self.gate_up.of(hidden, topk_ids, top_k)
+                aside = by_row(aside, shared)
+                if work is None or order is None:
+                    return gather_gate_up(x, packed, topk_ids.view(-1, shared), first, aside=aside, **up_options)
+                return grouped_gate_up(x, packed, work, order, shared, first, aside=aside, **up_options)
+
+            def down(h: Tensor) -> Tensor:
+                x, packed, _ = self.down.of(h, topk_ids, 1, order)
+                if work is None or order is None:
+                    return gather_down(x, packed, topk_ids, second, **down_options)
+                return grouped_down(x, packed, work, order, second, scatter=True, **down_options)
+
             y2 = products(
-                hidden,
-                topk_ids,
-                route,
-                self.activation,
-                adapters,
-                lambda aside: gate_up(aside=aside),
-                down,
-                chained=self.arch >= CHAINS,
+                hidden, topk_ids, route, self.activation, adapters, gate_up, down, chained=self.arch >= CHAINS
             )
             return combine(y2, topk_ids, topk_weights, experts)
 
@@ -111,6 +121,12 @@ class Grouped:
         if self.batch_invariant:
             return pinned_config(weights.format, weights.k, dtype, self.arch, fused, self.w8a8)
         return config_for(weights.format, weights.k, dtype, self.arch, rows, weights.num_experts, fused, self.w8a8)
+
+
+def _operands(weights: ProjectionWeights, activation_format: ActivationFormat) -> Operands[ProjectionWeights]:
+    if activation_format == "nvfp4":
+        return Nvfp4(weights, input_scales(weights), with_alphas)
+    return Plain(weights)  # the launch makes the numbers of 8 bits
 
 
 def _sorted(weights: ProjectionWeights) -> tuple[ProjectionWeights, Tensor | None]:

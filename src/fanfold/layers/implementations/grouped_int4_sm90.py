@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,16 @@ from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
 from fanfold.kernels.grouped.sm90.items import single_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
+from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.kernels.nvfp4.projection import input_scales
 from fanfold.layers.implementations import Adapters
 from fanfold.layers.implementations.folding import products
+from fanfold.layers.implementations.operands import Nvfp4, Operands, Plain, by_row
 from fanfold.routing.plan import plan_items
 from fanfold.spec.activation import Activation
-from fanfold.spec.weights import ExpertWeights
+from fanfold.spec.activation_format import PLAIN, ActivationFormat
+from fanfold.spec.adapters import Aside
+from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
 
 class GroupedInt4Sm90:
@@ -24,6 +31,7 @@ class GroupedInt4Sm90:
         weights: the packed experts, on a Hopper GPU; not kept.
         activation: between gate_up and down.
         batch_invariant: one config for any number of rows.
+        activation_format: what activations are rounded to before both products; nvfp4 for NVFP4 weights alone.
 
     Raises:
         UnsupportedError: values that the product does not run, such as scales out of its range.
@@ -31,8 +39,16 @@ class GroupedInt4Sm90:
 
     packed = None
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        activation: Activation,
+        batch_invariant: bool,
+        activation_format: ActivationFormat = PLAIN,
+    ) -> None:
         self.gate_up, self.down = prepare_layer(weights)
+        self.up_operands = _operands(weights.gate_up, self.gate_up, activation_format)
+        self.down_operands = _operands(weights.down, self.down, activation_format)
         self.activation = activation
         self.batch_invariant = batch_invariant
 
@@ -58,16 +74,29 @@ class GroupedInt4Sm90:
                 route, work = None, single_items(topk_ids, experts)
             else:
                 route, work = plan_items(topk_ids, experts, first.block_t)
-            y2 = products(
-                hidden,
-                topk_ids,
-                route,
-                self.activation,
-                adapters,
-                lambda aside: grouped_gate_up(
-                    hidden, self.gate_up, work, top_k, first, self.activation, chained=chained, aside=aside
-                ),
-                lambda h: grouped_down(h, self.down, work, second, chained=chained),
-                chained=True,
-            )
+
+            def gate_up(aside: Aside | None) -> Tensor:
+                x, weights, shared = self.up_operands.of(hidden, topk_ids, top_k)
+                aside = by_row(aside, shared)
+                return grouped_gate_up(x, weights, work, shared, first, self.activation, chained=chained, aside=aside)
+
+            def down(h: Tensor) -> Tensor:
+                x, weights, _ = self.down_operands.of(h, topk_ids, 1, None if route is None else route.sorted_rows)
+                return grouped_down(x, weights, work, second, chained=chained)
+
+            y2 = products(hidden, topk_ids, route, self.activation, adapters, gate_up, down, chained=True)
             return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)
+
+
+def _operands(
+    weights: ProjectionWeights, prepared: FragmentWeights, activation_format: ActivationFormat
+) -> Operands[FragmentWeights]:
+    if activation_format != "nvfp4":
+        return Plain(prepared)
+    return Nvfp4(prepared, input_scales(weights), _with_scales)
+
+
+def _with_scales(weights: FragmentWeights, scales: Tensor) -> FragmentWeights:
+    """The same codes, their global scales [E, P] times those [E] of the activations."""
+    assert weights.global_scale is not None
+    return replace(weights, global_scale=weights.global_scale * scales[:, None])
