@@ -130,7 +130,7 @@ def opened_adapter(path: str | Path) -> Generator[tuple[Adapter, AdapterFile]]:
     Copies of base weights are read at once.
 
     Raises:
-        FanfoldError: what read_adapter raises, but for NaN and inf in A and B: `AdapterFile.read` finds those.
+        FanfoldError: what read_adapter raises, but for NaN and inf in A and B: `AdapterFile.values` finds those.
     """
     folder = Path(path)
     config = read_config(folder)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,24 @@ class _Part:
     first: Entry
     begin: int
     nbytes: int
+
+
+class Fetched(NamedTuple):
+    """Bytes of tensors in a host buffer.
+
+    Attributes:
+        tensors: of the file, or views of them.
+        numbers: of the entry that each is in.
+        begins: number of an entry -> its place in the buffer.
+        parts: of the buffer.
+        host: the buffer, uint8.
+    """
+
+    tensors: list[Tensor]
+    numbers: list[int]
+    begins: Mapping[int, int]
+    parts: list[_Part]
+    host: Tensor
 
 
 class AdapterFile:
@@ -56,46 +75,64 @@ class AdapterFile:
             for entry in sorted(self._entries, key=lambda entry: entry.name)
         }
         self._starts = [entry.place for entry in self._entries]
-        self._buffer = _NO_BYTES
+        self._buffers = [_NO_BYTES, _NO_BYTES]
 
     def read_apart(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """As `read` on the CPU, in memory of their own."""
-        found = self.read(tensors, torch.device("cpu"))
-        self._buffer = _NO_BYTES
+        """The values of tensors of this file, or of views of them, on the CPU, in memory of their own.
+
+        Raises:
+            FanfoldError: what `fetch` and `values` raise.
+        """
+        device = torch.device("cpu")
+        found = self.values(self.fetch(tensors, device), device)
+        self._buffers = [_NO_BYTES, _NO_BYTES]
         return found
 
-    def read(self, tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-        """The values of tensors of this file, or of views of them.
+    def fetch(self, tensors: Iterable[Tensor], device: torch.device) -> Fetched:
+        """Reads what tensors of this file, or views of them, hold, into one of two buffers that are filled in turn.
 
-        On a CPU they lie in a buffer that the next call fills anew. To a GPU they go by one copy on the current stream.
+        May run in another thread beside `values` of the last call: most of its time is the operating system's.
+
+        Args:
+            tensors: of the file.
+            device: where they will go.
 
         Raises:
             CorruptFileError: the file ends early.
-            TensorError: a tensor holds NaN or inf.
-            torch.OutOfMemoryError: the device has no room.
         """
         wanted = list(tensors)
-        offsets = [int(tensor.storage_offset()) * tensor.itemsize for tensor in wanted]
-        numbers = [bisect_right(self._starts, offset) - 1 for offset in offsets]
-        begins: dict[int, int] = {}  # number of an entry -> its place in the buffer
+        numbers = [bisect_right(self._starts, _offset(tensor)) - 1 for tensor in wanted]
+        begins: dict[int, int] = {}
         end = 0
         for number in sorted(set(numbers)):
             begins[number] = end
             end += padded(self._entries[number].nbytes)
         parts = self._parts(begins)
-        host = self._host(end, pinned=device.type == "cuda")
+        host = self._host(end, device)
         for part in parts:
             self._fill(host[part.begin : part.begin + part.nbytes], part.first.begin)
-        values = host.to(device, non_blocking=True)
-        self._check_finite(values, parts, begins)  # waits for the copy: the buffer is free again
-        typed = {dtype: values.view(dtype) for dtype in {tensor.dtype for tensor in wanted}}
+        return Fetched(wanted, numbers, begins, parts, host)
+
+    def values(self, fetched: Fetched, device: torch.device) -> list[Tensor]:
+        """The tensors with their values.
+
+        On a CPU they lie in the buffer, which the call of `fetch` after the next fills anew. To a GPU they go by one
+        copy on the current stream.
+
+        Raises:
+            TensorError: a tensor holds NaN or inf.
+            torch.OutOfMemoryError: the device has no room.
+        """
+        values = fetched.host.to(device, non_blocking=True)
+        self._check_finite(values, fetched)  # waits for the copy: the buffer is free again
+        typed = {dtype: values.view(dtype) for dtype in {tensor.dtype for tensor in fetched.tensors}}
         return [
             typed[tensor.dtype].as_strided(
                 tensor.shape,
                 tensor.stride(),
-                (offset - self._starts[number] + begins[number]) // tensor.itemsize,
+                (_offset(tensor) - self._starts[number] + fetched.begins[number]) // tensor.itemsize,
             )
-            for tensor, offset, number in zip(wanted, offsets, numbers, strict=True)
+            for tensor, number in zip(fetched.tensors, fetched.numbers, strict=True)
         ]
 
     def check_unchanged(self) -> None:
@@ -123,11 +160,16 @@ class AdapterFile:
                 parts.append(_Part(entry, begin, entry.nbytes))
         return parts
 
-    def _host(self, nbytes: int, *, pinned: bool) -> Tensor:
-        """The buffer: memory that has been written to once is several times faster than new memory."""
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        return self._buffer[:nbytes]
+    def _host(self, nbytes: int, device: torch.device) -> Tensor:
+        """The next buffer: memory that has been written to once is several times faster than new memory."""
+        self._buffers.reverse()
+        if self._buffers[0].numel() < nbytes:
+            if device.type == "cuda":
+                with torch.cuda.device(device):  # else a thread's first use of CUDA is of the first GPU
+                    self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[0][:nbytes]
 
     def _fill(self, data: Tensor, begin: int) -> None:
         """Reads `data` uint8 [count] from that byte of the file on."""
@@ -142,16 +184,16 @@ class AdapterFile:
                 raise changed(self.path)
             view = view[count:]
 
-    def _check_finite(self, values: Tensor, parts: list[_Part], begins: Mapping[int, int]) -> None:
+    def _check_finite(self, values: Tensor, fetched: Fetched) -> None:
         """NaN and inf show in the smallest or the largest value; only where they do, tensors are looked at singly."""
         extremes = [
             torch.stack(values[part.begin : part.begin + part.nbytes].view(part.first.dtype).aminmax()).float()
-            for part in parts
+            for part in fetched.parts
         ]
         if not extremes or torch.stack(extremes).isfinite().all():
             return
-        for number in sorted(begins, key=lambda number: self._entries[number].name):
-            entry, begin = self._entries[number], begins[number]
+        for number in sorted(fetched.begins, key=lambda number: self._entries[number].name):
+            entry, begin = self._entries[number], fetched.begins[number]
             finite = values[begin : begin + entry.nbytes].view(entry.dtype).isfinite()
             if not finite.all():
                 bad = finite.numel() - int(finite.sum())
@@ -195,6 +237,11 @@ def read_tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         values = file.read_apart(file.tensors.values())
         file.check_unchanged()
         return file.path, dict(zip(file.tensors, values, strict=True))
+
+
+def _offset(tensor: Tensor) -> int:
+    """Bytes from the first place of the file."""
+    return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _view(base: Tensor, shape: tuple[int, ...], place: int) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fanfold.errors import AdapterMismatchError, DeviceMemoryError, FanfoldError, of_file
 from fanfold.lora.adapter import opened_adapter
@@ -45,13 +47,22 @@ def prepare(path: str | Path, sites: Mapping[str, Site], max_rank: int) -> dict[
 
 
 def _converted(bound: Mapping[str, Pairs], sites: Mapping[str, Site], file: AdapterFile) -> dict[str, Pairs]:
-    """Site after site, so that the host holds no more of the file than one of them takes."""
+    """Site after site, while a thread reads the next one: the host holds no more of the file than two of them take."""
     made: dict[str, Pairs] = {}
     try:
-        for at, pairs in bound.items():
-            with loading_on(sites[at].device):
-                made[at] = convert(_read(pairs, file, sites[at].device), sites[at])
-            used_by_current_stream(made[at])
+        with ThreadPoolExecutor(1) as reader:
+            ahead = [
+                lambda pairs=pairs, device=sites[at].device: file.fetch(_tensors(pairs), device)
+                for at, pairs in bound.items()
+            ]
+            coming = reader.submit(ahead[0])
+            for number, (at, pairs) in enumerate(bound.items()):
+                fetched = coming.result()
+                if number + 1 < len(ahead):
+                    coming = reader.submit(ahead[number + 1])
+                with loading_on(sites[at].device):
+                    made[at] = convert(_with_values(pairs, file.values(fetched, sites[at].device)), sites[at])
+                used_by_current_stream(made[at])
         file.check_unchanged()
         return made
     except torch.OutOfMemoryError as error:
@@ -63,10 +74,14 @@ def _converted(bound: Mapping[str, Pairs], sites: Mapping[str, Site], file: Adap
         ) from error
 
 
-def _read(pairs: Pairs, file: AdapterFile, device: torch.device) -> Pairs:
-    """The same pairs with the values of the file."""
+def _tensors(pairs: Pairs) -> list[Tensor]:
+    return [tensor for pair in pairs_of(pairs) for tensor in (pair.a, pair.b)]
+
+
+def _with_values(pairs: Pairs, tensors: list[Tensor]) -> Pairs:
+    """The same pairs of other tensors, in the order of `_tensors`."""
     listed: Mapping[Any, LoraPair] = {None: pairs} if isinstance(pairs, LoraPair) else pairs
-    values = iter(file.read([tensor for pair in listed.values() for tensor in (pair.a, pair.b)], device))
+    values = iter(tensors)
     read = {place: LoraPair(next(values), next(values), pair.scale) for place, pair in listed.items()}
     return read[None] if isinstance(pairs, LoraPair) else read
 
