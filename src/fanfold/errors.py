@@ -102,7 +102,7 @@ class PoolFullError(FanfoldError, RuntimeError):
 
 
 class DeviceMemoryError(FanfoldError, MemoryError):
-    """The device has no room for what was to be loaded; what was loaded before is as it was."""
+    """The device has no room for what was to be loaded or computed; what was loaded before is as it was."""
 
 
 class UnavailableError(FanfoldError, RuntimeError):

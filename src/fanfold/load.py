@@ -48,6 +48,7 @@ def load_experts(
         MissingExpertsError: the layer has no experts, or not all of them.
         ArgumentError: a device, dtype or implementation that does not exist.
         UnavailableError: the device is not there, or no implementation runs on it.
+        DeviceMemoryError: it has no room for the weights.
     """
     target = checked_device(device, implementation)
     check_name(activation_format)

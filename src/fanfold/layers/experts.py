@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from fanfold.errors import ArgumentError, UnavailableError, UnsupportedError
 from fanfold.layers.activation_format import AUTO, resolved
+from fanfold.layers.arguments import check_call
 from fanfold.layers.implementations import Implementation, implement
-from fanfold.layers.moving import move, moved, short_name
+from fanfold.layers.moving import move, moved
 from fanfold.layers.op import number_of
 from fanfold.layers.reference import layer
 from fanfold.layers.tables import ExpertTables, reordered
 from fanfold.lora.convert import convert
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
+from fanfold.ops.failures import placing
 from fanfold.select import choose, verdicts
 from fanfold.spec.activation import Activation
 from fanfold.spec.activation_format import PLAIN, ActivationFormat
@@ -29,7 +31,6 @@ from fanfold.spec.shape import ExpertShape
 from fanfold.spec.verdict import Rejected
 from fanfold.spec.weights import ExpertWeights
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LOG = logging.getLogger("fanfold")
 
 
@@ -58,7 +59,8 @@ class Experts(nn.Module):
 
     Raises:
         ArgumentError, UnavailableError: no such implementation, or none for the weights' device.
-        UnsupportedError: the implementation asked for does not run these weights.
+        UnsupportedError: the implementation asked for does not run these weights, or they are not of activation_format.
+        DeviceMemoryError: the device has no room for the weights, also when the layer is moved to it.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class Experts(nn.Module):
         self.tables: ExpertTables | None = None  # on a GPU
         self.requested = implementation
         self.number = number_of(self)
-        self._place(weights)
+        with placing(f"{path}: weights", weights.nbytes, device_of(weights)):
+            self._place(weights)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -181,9 +184,11 @@ class Experts(nn.Module):
 
         Raises:
             ArgumentError: a wrong shape, dtype or device.
+            DeviceMemoryError: the device has no room for the activations.
+            UnavailableError: it does not load or launch a kernel.
             InferenceOnlyError: on backward through the result.
         """
-        self._check(hidden, topk_ids, topk_weights, adapter_ids)
+        check_call(hidden, topk_ids, topk_weights, adapter_ids, self.shape.hidden, self.device)
         if adapter_ids is None:
             adapter_ids = self.adapter_rows.ids(hidden.shape[0])
         return torch.ops.fanfold.experts(hidden, topk_ids, topk_weights, adapter_ids, self.number)
@@ -220,7 +225,8 @@ class Experts(nn.Module):
         super()._apply(fn, recurse)
         device = move(torch.empty(0, dtype=torch.uint8, device=self.device), fn).device
         if self._packed is not None:
-            self._place(ExpertWeights(moved(self._packed.gate_up, fn), moved(self._packed.down, fn)))
+            with placing(f"{self.path}: weights", self._packed.nbytes, device):
+                self._place(ExpertWeights(moved(self._packed.gate_up, fn), moved(self._packed.down, fn)))
             self._fill_again()
         elif device != self.device:
             raise ArgumentError(
@@ -243,10 +249,9 @@ class Experts(nn.Module):
 
     def _place(self, weights: ExpertWeights) -> None:
         """Takes the weights where they are: chooses what runs them there, and prepares that."""
-        self.device = next(iter(weights.down.tensors.values())).device
-        self.adapter_rows.move(self.device)
+        device = device_of(weights)
         job = LayerJob(self.shape, *self.formats, self.activation.kind, self.dtype, self.activation_format)
-        arch = arch_of(self.device)
+        arch = arch_of(device)
         chosen = choose(job, arch, self.requested)
         reasons = {v.kernel: v.reason for v in verdicts(job, arch, self.requested) if isinstance(v, Rejected)}
         kernels: Implementation | None = None
@@ -259,37 +264,24 @@ class Experts(nn.Module):
                 reasons[chosen] = f"{error.found}; runs {error.expected}"
                 chosen = "grouped"
                 kernels = implement(chosen, weights, self.activation, self.batch_invariant, self.activation_format)
+        self.device = device
+        self.adapter_rows.move(device)
         self.implementation = chosen
         self._kernels = kernels
         self._packed = weights if kernels is None else kernels.packed
         activations = "" if job.activation_format == PLAIN else f" with {job.activation_format} activations"
         _log(f"{chosen} runs {job.gate_up} experts{activations} on {arch}", tuple(reasons.items()))
 
-    def _check(self, hidden: Tensor, ids: Tensor, weights: Tensor, adapter_ids: Tensor | None) -> None:
-        tokens = hidden.shape[0] if hidden.dim() else 0
-        top_k = ids.shape[1] if ids.dim() == 2 else 0
-        integers = (torch.int32, torch.int64)
-        wanted: list[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]] = [
-            ("hidden", hidden, (tokens, self.shape.hidden), FLOATS),
-            ("topk_ids", ids, (tokens, top_k), integers),
-            ("topk_weights", weights, (tokens, top_k), FLOATS),
-        ]
-        if adapter_ids is not None:
-            wanted.append(("adapter_ids", adapter_ids, (tokens,), integers))
-        for name, tensor, shape, dtypes in wanted:
-            if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != self.device:
-                raise ArgumentError(
-                    f"Experts.forward: {name}",
-                    found=f"{short_name(tensor.dtype)} {list(tensor.shape)} on {tensor.device}",
-                    expected=f"{' or '.join(map(short_name, dtypes))} {list(shape)} on {self.device}",
-                    next_step="Pass hidden [T, H], topk_ids and topk_weights [T, k], adapter_ids [T].",
-                )
-
 
 @cache
 def _log(what: str, reasons: tuple[tuple[str, str], ...]) -> None:
     """One line for all layers that are alike."""
     LOG.info("%s%s", what, "".join(f"; not {name}: {reason}" for name, reason in reasons))
+
+
+def device_of(weights: ExpertWeights) -> torch.device:
+    """Where the weights are."""
+    return next(iter(weights.down.tensors.values())).device
 
 
 def arch_of(device: torch.device) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fanfold.layers.reference import layer as reference_layer
+from fanfold.ops.failures import named
 from fanfold.ops.op import Op, register
 from fanfold.ops.packed import packed, projection_of, schema
 from fanfold.ops.rows import activation_named
@@ -24,6 +25,9 @@ from fanfold.spec.weights import ExpertWeights
 
 class Layer(Protocol):
     """What the operation calls."""
+
+    path: str
+    implementation: str
 
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, /) -> Tensor:
         """The layer's result, [T, H]."""
@@ -58,7 +62,14 @@ def _fold_fake(x: Tensor, y: Tensor, adapter_ids: Tensor, layer: int) -> Tensor:
 
 
 def _run(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, layer: int) -> Tensor:
-    return _LAYERS[layer].run(hidden, topk_ids, topk_weights, adapter_ids)
+    found = _LAYERS[layer]
+    try:
+        return found.run(hidden, topk_ids, topk_weights, adapter_ids)
+    except Exception as error:
+        failure = named(error, f"{found.path}, {found.implementation} on {hidden.device}")
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def _fake(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, layer: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import InferenceOnlyError
+from fanfold.ops.failures import naming_failures
 
 LIBRARY = torch.library.Library("fanfold", "DEF")
 
@@ -37,7 +38,7 @@ def register(name: str, op: Op) -> None:
     """Makes torch.ops.fanfold.<name>."""
     LIBRARY.define(name + op.schema)
     LIBRARY.impl(name, op.cpu, "CPU")
-    LIBRARY.impl(name, op.cuda, "CUDA")
+    LIBRARY.impl(name, naming_failures(f"torch.ops.fanfold.{name}", op.cuda), "CUDA")
     torch.library.register_fake(f"fanfold::{name}", op.fake, lib=LIBRARY)
     if op.floats:
         torch.library.register_autograd(f"fanfold::{name}", _refuse_backward, lib=LIBRARY)

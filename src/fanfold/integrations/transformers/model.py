@@ -33,6 +33,7 @@ from fanfold.integrations.transformers.quantizer import (
 )
 from fanfold.layers.activation_format import AUTO, check_name
 from fanfold.load import Options, build_experts, checked_device, compute_dtype, open_checkpoint
+from fanfold.ops.failures import placing
 
 Progress = Callable[[int, int, str], None]
 
@@ -105,6 +106,7 @@ def load_model(
         MissingExpertsError: experts of the model are not in the checkpoint.
         ArgumentError: a device, dtype or implementation that does not exist.
         UnavailableError: the device is not there, or no implementation runs on it.
+        DeviceMemoryError: it has no room for the weights.
     """
     target = checked_device(device, implementation)
     check_name(activation_format)
@@ -124,7 +126,9 @@ def load_model(
         model.set_submodule(name, experts)
     if progress is not None:
         progress(len(places), len(places), "experts")
-    cast("nn.Module", model).to(target)
+    nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with placing(f"{checkpoint.path}: weights outside the experts", nbytes, target):
+        cast("nn.Module", model).to(target)
     model.requires_grad_(False)
     attach_adapters(model, chosen)
     return model
