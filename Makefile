@@ -10,19 +10,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
-EXTRAS := hf,plot,dev
+EXTRAS := hf,plot,docs,dev
 
 # Runs pip with its output kept aside; shows it only where pip fails.
 pip = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(1) \
 	>> $(LOG) 2>&1 || { cat $(LOG) >&2; echo "Installation failed: pip's output is above." >&2; exit 1; }
 
-.PHONY: help demo test lint format record gpu-test clean
+.PHONY: help demo test lint format docs docs-blocks record gpu-test clean
 
 help:
 	@echo "make demo      one batch on the bundled model: base and three adapters, text and check"
 	@echo "make test      lint, types and tests, as CI runs them"
 	@echo "make lint      ruff and pyright alone"
 	@echo "make format    let ruff reformat"
+	@echo "make docs      the pages of docs/ as a site, in site/; warnings are errors"
+	@echo "make docs-blocks  write output of commands and tables on these pages anew"
 	@echo "make record    compile kernels that have changed, so that make test need not"
 	@echo "make gpu-test  tests marked gpu, with the Python that has your CUDA torch (PYTHON=$(PYTHON))"
 	@echo "make clean     remove .venv and caches"
@@ -46,6 +48,13 @@ format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
 
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
+	@echo "site/index.html (its search needs a server: $(BIN)/python -m http.server --directory site)"
+
+docs-blocks: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/contracts/docs_blocks.py
+
 # Compiles and checks kernels that have changed, so that make test need not; those that are gone leave the record.
 record: $(STAMP)
 	@rm -f $(VENV)/compiled.jsonl
@@ -60,7 +69,7 @@ gpu-test:
 		$$(grep -rlE 'mark\.gpu|device: str' tests --include='test_*.py')
 
 clean:
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	@rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
 
 # torch comes first and from the constraints, so that no other package's range draws in another build.
 # A CUDA build of torch brings its own triton; only where there is none is one installed.

@@ -103,7 +103,7 @@ def test_rows_of_fanfold_bench() -> None:
 
 def test_the_table_of_every_format() -> None:
     """docs/measured.md shows the medians of bench_run1."""
-    text = (ROOT / "docs" / "measured.md").read_text().split("# Measured: every kind of format")[1].split("\n# ")[0]
+    text = (ROOT / "docs" / "measured.md").read_text().split("## Every kind of format")[1].split("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     table = {name: cells for name, *cells in lines if name != "tokens"}
     found: dict[str, list[str]] = {}

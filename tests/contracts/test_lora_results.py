@@ -15,7 +15,7 @@ from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (RESULTS / "README.md").read_text().split("# The LoRA fold")[1]
-MEASURED = (ROOT / "docs" / "measured.md").read_text().split("# Measured: the LoRA fold")[1]
+MEASURED = (ROOT / "docs" / "measured.md").read_text().split("## The LoRA fold")[1]
 EXPERTS, TOP_K, SLOTS, RANK = 128, 8, 4, 16
 TOKENS = [1, 16, 64, 256, 1024, 4096, 16384]
 
