@@ -13,6 +13,7 @@ from fanfold.bench.jobs import LAYERS
 from fanfold.cli import output
 from fanfold.cli.app import app
 from fanfold.layers.experts import Experts
+from samples import sample
 
 TINY = ["--shape", "8,2,64,32", "--format", "gptq4-g32", "--device", "cpu"]
 
@@ -155,3 +156,27 @@ def test_help_names_every_layer() -> None:
     text = " ".join(call("--help").stdout.replace("│", " ").split())
     for name in LAYERS:
         assert name in text
+
+
+MODEL = ["--model", str(sample("gptq-int4")), "--batch", "1,2", "--prompt", "5", "--new", "1", "--device", "cpu"]
+
+
+def test_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    result = call(*MODEL, "--adapter", f"a={sample('adapter-python')}", "--out", str(file))
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert " ".join(lines[0]).endswith("prompts of 5 tokens, 1 eager decode steps, adapters in turn: 1")
+    assert lines[2] == ["experts", "rows", "prefill", "ms", "step", "ms", "tokens/s", "memory"]
+    assert [line[:2] for line in lines[4:6]] == [["fanfold", "1"], ["fanfold", "2"]]
+    assert result.stdout.splitlines()[-1] == "batched_mm: no figure, transformers has no experts for gptq weights"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["experts"], row["batch"]) for row in rows[:3]] == [("fanfold", 1), ("fanfold", 2), ("eager", 1)]
+
+
+def test_a_model_in_json() -> None:
+    rows = json.loads(call(*MODEL, "--json").stdout)
+    assert len(rows) == 8
+    assert rows[1]["tokens_per_second"] > 0
+    assert call("--model", "nowhere").exit_code == 2
+    assert call(*MODEL[:2], "--batch", "0").exit_code == 2

@@ -27,6 +27,7 @@ KNOWS: dict[str, set[str]] = {
     "bench": {"matplotlib", "torch"},
     "diagnosis": {"torch", "triton"},
     "expert_usage": {"torch"},
+    "throughput": {"torch"},
     "explanation": {"torch"},
     "inspection": set(),
     "quantization": {"torch"},

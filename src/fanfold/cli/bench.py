@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import groupby
@@ -14,7 +13,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fanfold.cli.output import err, errors_reported, finite, human_bytes, out, print_json, progress_bar
+from fanfold.cli.bench_model import bench_model, print_paces
+from fanfold.cli.bench_rows import append, read
+from fanfold.cli.output import err, errors_reported, human_bytes, out, print_json, progress_bar
+from fanfold.cli.pairs import adapter_folders
 from fanfold.errors import ArgumentError
 
 
@@ -89,6 +91,17 @@ def bench(
     device: Annotated[
         DeviceName | None, typer.Option(help="Where to run.", show_default="cuda where there is one")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="CHECKPOINT", help="A whole model, beside transformers' own experts.", show_default=False),
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="B,B,...", help="With --model: rows of a batch.")] = "1,4",
+    prompt: Annotated[int, typer.Option(min=1, help="With --model: tokens of a row.")] = 64,
+    new: Annotated[int, typer.Option(min=1, help="With --model: decode steps to time.")] = 16,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="With --model: rows have these in turn.", show_default=False),
+    ] = None,
     file: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="JSONL file, appended to.", show_default=False)
     ] = None,
@@ -106,7 +119,22 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time an expert layer of random weights; a figure that fails its check is not printed, and exits 1."""
+    """Time an expert layer of random weights, or a model; a figure that fails its check is not printed, and exits 1."""
+    if model is not None:
+        with errors_reported(as_json):
+            sizes = token_counts(batch, "--batch"), prompt, new
+            where = None if device is None else device.value
+            paces = bench_model(model, *sizes, adapter_folders(adapter or []), where)
+            if file is not None:
+                for pace in paces:
+                    append(file, pace)
+        if as_json:
+            print_json(paces)
+        else:
+            print_paces(paces)
+        if any(pace["refused"] and pace["difference"] is not None for pace in paces):
+            raise typer.Exit(1)
+        return
     with errors_reported(as_json):
         from fanfold.bench.cell import Settings
         from fanfold.bench.jobs import layer_shape, weight_formats
@@ -147,7 +175,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def token_counts(text: str) -> list[int]:
+def token_counts(text: str, option: str = "--tokens") -> list[int]:
     """The numbers of `1,16,256`.
 
     Raises:
@@ -157,43 +185,12 @@ def token_counts(text: str) -> list[int]:
     counts = [int(part) for part in parts if part.strip().isdecimal()]
     if len(counts) != len(parts) or min(counts) < 1:
         raise ArgumentError(
-            "--tokens",
+            option,
             found=repr(text),
             expected="numbers from 1 on, with commas between them",
-            next_step="E.g. --tokens 1,16,256.",
+            next_step=f"E.g. {option} 1,16,256.",
         )
     return counts
-
-
-def append(file: Path, row: dict[str, Any]) -> None:
-    """One line more."""
-    with file.open("a") as lines:
-        lines.write(json.dumps(finite(row), allow_nan=False) + "\n")
-
-
-def read(file: Path, shapes: Sequence[str] | None, formats: Sequence[str] | None) -> list[dict[str, Any]]:
-    """The rows of a file, or those of some shapes and formats.
-
-    Raises:
-        ArgumentError: it holds none of them, or something else.
-    """
-    try:
-        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
-        found = [
-            r for r in rows if r["shape"] in (shapes or [r["shape"]]) and r["format"] in (formats or [r["format"]])
-        ]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(
-            "--rows", found=f"{file}: {error}", expected="rows of fanfold bench", next_step="Pass an --out file."
-        ) from error
-    if not found:
-        raise ArgumentError(
-            "--rows",
-            found=f"{len(rows)} rows in {file}, none of these shapes and formats",
-            expected="at least one",
-            next_step="Name shapes and formats as the rows do.",
-        )
-    return found
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:

@@ -5,10 +5,12 @@ transformers loads and holds the weights; each call hands them over as they lie.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -31,6 +33,18 @@ def register() -> None:
     torch.ops.fanfold.packed_layer: kernels on a GPU, the reference on a CPU.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def plain_model(path: str | Path, experts: str, dtype: torch.dtype) -> Any:
+    """A model of plain weights as transformers loads it, on the CPU.
+
+    Args:
+        path: the checkpoint directory.
+        experts: transformers' `experts_implementation`.
+        dtype: of the weights.
+    """
+    model = AutoModelForCausalLM.from_pretrained(str(path), experts_implementation=experts, dtype=dtype)
+    return cast("Any", model).eval()
 
 
 def experts_forward(experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
