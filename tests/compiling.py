@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not here, and reads what the code takes of one and does.
 
 Compiling takes seconds. What it found for a kernel, arguments, arch and compiler is kept in compiled.jsonl under the
-name that Triton's own cache would give it, so only what has changed since `make record` is compiled, and one of 16 of
-the others: it must give what is kept.
+name that Triton's own cache would give it, so only what has changed since `make record` is compiled, and one of 256
+of the others: it must give what is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Resources:
     """What a compiled kernel takes, and of its machine code what the tests look at.
 
     Attributes:
+        case: which kernel, for messages.
         registers: a thread.
         stack: bytes a thread in local memory; more than 0 where registers spill.
         shared: bytes of shared memory a block.
@@ -40,6 +41,7 @@ class Resources:
         hazards: writes to such an operand in flight.
     """
 
+    case: str = field(compare=False)
     registers: int
     stack: int
     shared: int
@@ -53,7 +55,13 @@ class Resources:
 
 
 def compile_kernel(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], arch: str, num_warps: int, **options: Any
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    arch: str,
+    num_warps: int,
+    case: str,
+    **options: Any,
 ) -> Resources:
     """Compiles for one arch.
 
@@ -63,6 +71,7 @@ def compile_kernel(
         constants: values of the others.
         arch: e.g. "sm_90".
         num_warps: of a program.
+        case: names it among those of this kernel.
         options: further launch options, e.g. enable_fp_fusion.
 
     Returns:
@@ -80,7 +89,7 @@ def compile_kernel(
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")},
     )
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return _known_or_compiled(source, target, {"num_warps": num_warps, **options}, disassemble=False)
+    return _known_or_compiled(source, target, {"num_warps": num_warps, **options}, case, disassemble=False)
 
 
 def check_fits(resources: Resources, arch: str) -> None:
@@ -89,7 +98,7 @@ def check_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_BYTES[arch], f"more shared memory than {arch} has: {resources}"
 
 
-def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], disassemble: bool) -> Resources:
+def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], case: str, disassemble: bool) -> Resources:
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
@@ -100,26 +109,27 @@ def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], disass
     whole = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars()) + f"-{disassemble}"
     key = hashlib.sha256(whole.encode()).hexdigest()[:24]
     known = found = compile_record.find(key)
-    if found is None or key.startswith("0"):
-        found = _read(triton.compile(source, target=target, options=options), disassemble)
-    assert known in (None, found), f"{source.name}: compiled.jsonl holds {known}"
-    compile_record.add(key, f"{source.name} sm_{target.arch}", found)
-    return found
+    kernel, arch = f"{source.name} {case}", f"sm_{target.arch}"
+    if found is None or key.startswith("00"):
+        found = _read(f"{kernel} {arch}", triton.compile(source, target=target, options=options), disassemble)
+    assert known in (None, found), f"compiled.jsonl holds {known}, found {found}"
+    compile_record.add(key, kernel, arch, found)
+    return replace(found, case=f"{kernel} {arch}")
 
 
-def _read(compiled: Any, disassemble: bool) -> Resources:
+def _read(case: str, compiled: Any, disassemble: bool) -> Resources:
     """By the cuobjdump that triton brings."""
     usage = _dump(compiled, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     taken = (int(found[1]), int(found[2]), compiled.metadata.shared)
     if not disassemble:
-        return Resources(*taken)
+        return Resources(case, *taken)
     sass = _dump(compiled, "-sass")
     products = sorted(set(re.findall(r"\b[A-Z]+MMA\b[.\w]*", sass)))
     in_registers = len(operands(sass))
     found_hazards = hazards(sass) if in_registers else []
-    return Resources(*taken, tuple(products), in_registers, tuple(str(hazard) for hazard in found_hazards))
+    return Resources(case, *taken, tuple(products), in_registers, tuple(str(hazard) for hazard in found_hazards))
 
 
 def _dump(compiled: Any, flag: str) -> str:
@@ -167,13 +177,16 @@ def _compiler_of(kernel: Any, arch: str, compile: Any) -> Iterator[None]:
         driver._active = before
 
 
-def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str, disassemble: bool = True) -> Resources:
+def compile_launch(
+    kernel: Any, arguments: Mapping[str, Any], arch: str, case: str, disassemble: bool = True
+) -> Resources:
     """Compiles what a launch with these arguments would, for a GPU that is not here.
 
     Args:
         kernel: a function under triton.jit or gluon.jit.
         arguments: arguments and launch options by name; tensors may lie on the CPU.
         arch: e.g. "sm_90".
+        case: names it among those of this kernel.
         disassemble: False saves a second or so.
 
     Returns:
@@ -181,7 +194,7 @@ def compile_launch(kernel: Any, arguments: Mapping[str, Any], arch: str, disasse
     """
 
     def compile(source: Any, target: Any, options: dict[str, Any]) -> Resources:
-        return _known_or_compiled(source, target, options, disassemble)
+        return _known_or_compiled(source, target, options, case, disassemble)
 
     with _compiler_of(kernel, arch, compile):
         return kernel.warmup(grid=(1,), **arguments)

@@ -140,14 +140,22 @@ MADE = dict.fromkeys(["entries_ptr", "experts_ptr", "total_ptr"], "*i32") | {"li
 
 
 @ALL_ARCHS
-@pytest.mark.parametrize("experts", [128, 512, 4096])
-def test_compiles(experts: int, arch: str) -> None:
+def test_compiles(arch: str) -> None:
     from fanfold.routing.blocks import FEW_ROWS, blocks_kernel, few_blocks_kernel, few_warps
 
-    sizes = {"BLOCK_E": experts, "BLOCK_M": 64, "PACKED": False}
-    types = {"ids_ptr": "*i64", **MADE}
-    for block_r in (128, FEW_ROWS):
-        constants = {"BLOCK_R": block_r, **sizes}
-        check_fits(compile_kernel(few_blocks_kernel, types, constants, arch, few_warps(block_r)), arch)
-    types = {"offsets_ptr": "*i32", "sorted_ptr": "*i32", **MADE}
-    check_fits(compile_kernel(blocks_kernel, types, sizes, arch, 4), arch)
+    for experts, packed in ((32, False), (128, True), (512, False), (4096, False), (4096, True)):
+        case = f"{experts} experts, {'sorted positions' if packed else 'rows'}"
+        sizes = {"BLOCK_E": experts, "BLOCK_M": 64, "PACKED": packed}
+        types = {"ids_ptr": "*i64", **MADE}
+        for block_r in (128, FEW_ROWS):
+            found = compile_kernel(
+                few_blocks_kernel,
+                types,
+                {"BLOCK_R": block_r, **sizes},
+                arch,
+                few_warps(block_r),
+                f"{block_r} rows, {case}",
+            )
+            check_fits(found, arch)
+        types = {"offsets_ptr": "*i32", "sorted_ptr": "*i32", **MADE}
+        check_fits(compile_kernel(blocks_kernel, types, sizes, arch, 4, case), arch)

@@ -121,12 +121,23 @@ def test_replays(tokens: int) -> None:
 
 
 @ALL_ARCHS
-@pytest.mark.parametrize(("top_k", "block"), [(8, 256), (8, 1024), (22, 1024)])
-def test_compiles(top_k: int, block: int, arch: str) -> None:
-    from fanfold.kernels.combine.combine import combine_kernel
+def test_compiles(arch: str) -> None:
+    for top_k, tokens in ((1, 1), (8, 1), (8, 4096), (22, 4096)):
+        compile_case(top_k, tokens, arch, "bf16", "bf16")
+    if arch == "sm_90":
+        for parts in (2, 4):  # of its own product
+            compile_case(8, 1, arch, "fp32", "bf16", parts)
+        for dtype in ("fp16", "fp32"):
+            compile_case(8, 4096, arch, dtype, dtype)
 
-    types = {"y2_ptr": "*bf16", "ids_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": "*bf16"}
+
+def compile_case(top_k: int, tokens: int, arch: str, dtype: str, out: str, parts: int = 1) -> None:
+    from fanfold.kernels.combine.combine import combine_kernel
+    from fanfold.kernels.combine.config import columns
+
+    block = columns(tokens)
+    types = {"y2_ptr": f"*{dtype}", "ids_ptr": "*i64", "weights_ptr": "*fp32", "out_ptr": f"*{out}"}
     types |= dict.fromkeys(["H", "E", "stride", "stride_part"], "i32")
-    constants = {"TOP_K": top_k, "PARTS": 1, "BLOCK": block}
-    used = compile_kernel(combine_kernel, types, constants, arch, block // 128, enable_fp_fusion=False)
-    check_fits(used, arch)
+    constants = {"TOP_K": top_k, "PARTS": parts, "BLOCK": block}
+    case = f"top_k {top_k}, {tokens} tokens, {dtype}" + (f" in {parts} parts" if parts > 1 else "")
+    check_fits(compile_kernel(combine_kernel, types, constants, arch, block // 128, case, enable_fp_fusion=False), arch)

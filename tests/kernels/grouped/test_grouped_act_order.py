@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -115,9 +116,12 @@ def test_a_permutation_of_other_experts_is_refused(monkeypatch: pytest.MonkeyPat
 
 @ALL_ARCHS
 def test_the_permutation_compiles(arch: str) -> None:
-    from fanfold.kernels.grouped.act_order import permute_rows
+    from fanfold.kernels.grouped.act_order import ROWS, permute_rows
 
     pointers = {"x_ptr": "*bf16", "y_ptr": "*bf16", "order_ptr": "*i32", "work_ptr": "*i32", "rows_ptr": "*i32"}
     types = {**pointers, "experts": "i32", "K": "i32", "top_k": "i32", "stride_x": "i32"}
-    constants = {"PLANNED": True, "GATHER": True, "ROWS": 4, "BLOCK": 16384}
-    check_fits(compile_kernel(permute_rows, types, constants, arch, 8), arch)
+    for planned, gather, block in product((True, False), (True, False), (1024, 4096, 16384)):
+        constants = {"PLANNED": planned, "GATHER": gather, "ROWS": ROWS if planned else 1, "BLOCK": block}
+        case = f"{'planned' if planned else 'single'} rows{' by token' if gather else ''}, {block} inputs"
+        warps = 8 if block > 4096 else 4
+        check_fits(compile_kernel(permute_rows, types, constants, arch, warps, case), arch)

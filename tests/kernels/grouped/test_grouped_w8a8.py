@@ -165,5 +165,7 @@ def test_quantisation_compiles(arch: str) -> None:
 
     pointers = {"x_ptr": "*bf16", "q_ptr": "*u8", "s_ptr": "*fp32"}
     types = {**pointers, "K": "i32", "groups": "i32", "group_size": "i32", "stride_x": "i32"}
-    constants = {"NATIVE": int(arch[3:]) >= 89, "GROUPS": 1, "BLOCK": 16384}
-    check_fits(compile_kernel(quantize_groups, types, constants, arch, 8), arch)
+    for groups, size, warps in ((1, 128, 4), (32, 128, 4), (1, 2048, 4), (1, 4096, 4), (1, 16384, 8)):
+        constants = {"NATIVE": int(arch[3:]) >= 89, "GROUPS": groups, "BLOCK": size}
+        case = f"{groups} groups of {size}"
+        check_fits(compile_kernel(quantize_groups, types, constants, arch, warps, case), arch)

@@ -7,7 +7,7 @@ import torch
 from nvfp4_cases import awkward_rows, code_edges, rows_of_scales, rows_with_scale
 from torch import Tensor
 
-from compiling import check_fits, compile_kernel
+from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.formats import nvfp4
 from fanfold.kernels.nvfp4 import pack, reference, weights
 from fanfold.spec import WeightFormat
@@ -89,14 +89,15 @@ def test_weights_have_the_bits_of_the_format(divisor: bool, transposed: bool, de
     assert len(set(global_scales.tolist())) == 4
 
 
-@pytest.mark.parametrize(("arch", "levels"), [("sm_80", 2), ("sm_90", 1), ("sm_120", 2)])
-def test_it_compiles(arch: str, levels: int) -> None:
-    pointers = {"x_ptr": "*bf16", "ids_ptr": "*i32", "q_ptr": "*u8", "s_ptr": "*u8"}
-    constants = {"TO_EVEN": levels == 2, "DIVIDE": False, "TRANSPOSED": False, "NATIVE": int(arch[3:]) >= 89}
-    constants["GROUPS"] = pack.GROUPS
-    if levels == 2:
-        pointers["gs_ptr"] = "*fp32"
-    else:
-        constants["gs_ptr"] = None
-    types = {**pointers, **dict.fromkeys(("T", "rows", "groups", "rows_per_scale", "stride_x"), "i32")}
-    check_fits(compile_kernel(pack.pack_groups, types, constants, arch, 4), arch)
+@ALL_ARCHS
+def test_it_compiles(arch: str) -> None:
+    """Activations with one and two levels of scales, and weights."""
+    for ids, levels, transposed in ((True, 2, False), (False, 1, False), (False, 2, True)):
+        pointers = {"x_ptr": "*bf16", "q_ptr": "*u8", "s_ptr": "*u8"}
+        constants = {"TO_EVEN": levels == 2, "DIVIDE": transposed, "TRANSPOSED": transposed, "GROUPS": pack.GROUPS}
+        constants["NATIVE"] = int(arch[3:]) >= 89
+        for name, kind, given in (("ids_ptr", "*i32", ids), ("gs_ptr", "*fp32", levels == 2)):
+            (pointers if given else constants)[name] = kind if given else None
+        types = {**pointers, **dict.fromkeys(("T", "rows", "groups", "rows_per_scale", "stride_x"), "i32")}
+        case = f"{levels} levels{', by id' if ids else ''}{', transposed' if transposed else ''}"
+        check_fits(compile_kernel(pack.pack_groups, types, constants, arch, 4, case), arch)

@@ -197,8 +197,8 @@ def test_numbers_of_the_host_on_a_cpu() -> None:
 
 
 @ALL_ARCHS
-def test_it_compiles(arch: str) -> None:
-    swizzled = arch != "sm_90"
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_it_compiles(swizzled: bool, arch: str) -> None:
     given = case("cpu", n=64, k=64, swizzled=swizzled)
     packed, scales = reference.pack_rows(given.x)
     out, offsets = torch.zeros(40, 64, dtype=torch.bfloat16), torch.tensor(OFFSETS, dtype=torch.int32)
@@ -207,7 +207,7 @@ def test_it_compiles(arch: str) -> None:
     )
     from fanfold.kernels.nvfp4.product import experts_product
 
-    resources = compile_launch(experts_product, arguments, arch)
+    resources = compile_launch(experts_product, arguments, arch, "swizzled scales" if swizzled else "scales [K/16, N]")
     check_fits(resources, arch)
     assert resources.has_product("OMMA") == (int(arch[3:]) >= launch.BLOCK_SCALED)  # codes and scales as they are
     assert resources.has_product("HMMA.16816") == (int(arch[3:]) < launch.BLOCK_SCALED)

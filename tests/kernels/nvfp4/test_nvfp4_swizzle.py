@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiling import check_fits, compile_kernel
+from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.kernels.nvfp4 import reference, swizzle
 
 SIZES = [(1, 1), (1, 4), (31, 3), (128, 4), (129, 5), (300, 9), (80, 22), (352, 2)]
@@ -53,8 +53,11 @@ def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: s
     assert swizzle.swizzle(plain[:0]).shape == (0, found.shape[1])
 
 
-@pytest.mark.parametrize(("arch", "to_atoms"), [("sm_80", True), ("sm_90", False), ("sm_120", True)])
-def test_it_compiles(arch: str, to_atoms: bool) -> None:
+@ALL_ARCHS
+def test_it_compiles(arch: str) -> None:
     ints = ("N", "groups", "size", "stride_e", "stride_n", "stride_g")
     types = {"plain_ptr": "*u8", "atoms_ptr": "*u8", **dict.fromkeys(ints, "i32")}
-    check_fits(compile_kernel(swizzle.move, types, {"TO_ATOMS": to_atoms, "BLOCK": swizzle.BLOCK}, arch, 4), arch)
+    for to_atoms in (True, False):
+        constants = {"TO_ATOMS": to_atoms, "BLOCK": swizzle.BLOCK}
+        case = "to atoms" if to_atoms else "from atoms"
+        check_fits(compile_kernel(swizzle.move, types, constants, arch, 4, case), arch)

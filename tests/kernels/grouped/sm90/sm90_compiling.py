@@ -30,6 +30,30 @@ MANY = Sm90Config(64, 16, 1, 2, 128, 3, 4, False)
 SHORT = Sm90Config(8, 8, 1, 2, 64, 3, 1, False)
 """The fewest tiles of K that two fragments in turn allow."""
 
+SPILLS = {
+    ("gptq4-g128", 1): {"t128-32-w4x1-k128-s3-g8": 24},
+    ("gptq4-g128-asym-v1", 2): {"t128-32-w1x2-k128-s3-g8": 8},
+    ("gptq4-g128-asym-v1", 1): {"t128-32-w1x2-k128-s3-g8": 8, "t128-32-w4x1-k128-s3-g8": 40},
+    ("gptq4-g64-asym-v1", 2): {
+        "t64-16-w1x2-k128-s3-sum": 32,
+        "t128-32-w1x2-k128-s3-g8": 152,
+        "t128-32-w2x2-k128-s3-g8": 64,
+    },
+    ("gptq4-g64-asym-v1", 1): {
+        "t32-16-w1x2-k256-s2-sum": 72,
+        "t64-16-w1x2-k128-s3-sum": 32,
+        "t128-32-w1x2-k128-s3-g8": 144,
+        "t128-32-w4x1-k128-s3-g8": 48,
+    },
+    ("gptq4-g32-asym-v1", 2): {"t128-32-w1x2-k128-s3-g8": 240, "t128-32-w2x2-k128-s3-g8": 152},
+    ("gptq4-g32-asym-v1", 1): {"t128-32-w1x2-k128-s3-g8": 168, "t128-32-w4x1-k128-s3-g8": 144},
+    ("nvfp4", 2): {"t128-32-w1x2-k128-s3-g4": 8, "t128-32-w1x2-k128-s3-g8": 8},
+    ("mxfp4", 2): {"t128-32-w1x2-k128-s3-g8": 16},
+    ("mxfp4", 1): {"t128-32-w1x2-k128-s3-g8": 8},
+}
+"""Bytes that spill, by format, halves and config: tiles that measured fastest all the same (docs/measured.md), or that
+layers take which are not in the table."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -107,6 +131,13 @@ def given_kernels() -> list[Kernel]:
     return list(found)
 
 
+def kernels() -> dict[str, Kernel]:
+    """All of them by name; those that go on through the activation also with rows that are set aside."""
+    found = [*tuned_kernels(), *other_kernels(), *given_kernels()]
+    aside = [replace(kernel, aside=True) for kernel in found if kernel.halves == 2 and kernel.activation is not None]
+    return {kernel.name: kernel for kernel in [*found, *aside]}
+
+
 def compiled(kernel: Kernel) -> Resources:
     """What it takes and does."""
     weights = empty_weights(kernel.format, kernel.halves, kernel.n, kernel.k)
@@ -134,7 +165,7 @@ def compiled(kernel: Kernel) -> Resources:
     if kernel.aside:
         aside = Aside(x.new_zeros((rows, kernel.n * kernel.halves)), torch.zeros(2, dtype=torch.int32), 4, 8)
     arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k, activation, aside)
-    return compile_launch(product.grouped_int4_sm90, arguments, "sm_90")
+    return compile_launch(product.grouped_int4_sm90, arguments, "sm_90", kernel.name)
 
 
 def empty_weights(name: str, halves: int, n: int, k: int, experts: int = 1, device: str = "cpu") -> FragmentWeights:
