@@ -25,10 +25,10 @@ SPILLS = {
         "n64-k128-t16-w4-s3-sum": 8,
     },
 }
-"""Bytes that may spill, by config. Those of sm_90 were the fastest that were measured all the same: they make gate and up
-of 128 tokens with an activation; with 8-bit activations they hold the sums of a step beside the sums. sm_100 runs the
-table of sm_90 and nobody has measured there: the first is as on sm_90, of the others ptxas spills a word or two while
-registers are left (128 to 168 of 255 are taken)."""
+"""Bytes that may spill, by config. Those of sm_90 were the fastest that were measured all the same: they make gate and
+up of 128 tokens with an activation; with 8-bit activations they hold the sums of a step beside the sums. sm_100 runs
+the table of sm_90 and nobody has measured there: the first is as on sm_90, of the others ptxas spills a word or two
+while registers are left (128 to 168 of 255 are taken)."""
 
 
 def check(name: str, arch: str, dtype: torch.dtype = torch.bfloat16, w8a8: bool = False) -> int:
