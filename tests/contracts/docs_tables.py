@@ -10,6 +10,7 @@ from fanfold.cli.app import app
 from fanfold.explanation import explain
 from fanfold.formats.codec import codec, shapes
 from fanfold.formats.fields import Field
+from fanfold.ops import OPS
 from fanfold.spec.weight_format import WeightFormat
 
 N, K = 768, 2048
@@ -20,7 +21,7 @@ ARCHS = ("cpu", "80", "90", "100")
 
 def table(name: str, *arguments: str) -> str:
     """Markdown of the table of that name."""
-    return {"options": options, "tensors": tensors, "runs": runs}[name](*arguments)
+    return {"options": options, "tensors": tensors, "runs": runs, "operations": operations}[name](*arguments)
 
 
 def options(command: str) -> str:
@@ -94,3 +95,9 @@ def runs(*formats: str) -> str:
         chosen = [explain(LAYER, name, arch, rows=128, top_k=8)["chosen"] for arch in ARCHS]
         rows.append(f"| `{name}` | {' | '.join(f'`{one}`' for one in chosen)} |")
     return "\n".join(rows)
+
+
+def operations(*names: str) -> str:
+    """Schemas of operations of torch.ops.fanfold."""
+    rows = ["| operation | arguments and results |", "|---|---|"]
+    return "\n".join(rows + [f"| {code(name)} | {code(OPS[name].schema)} |" for name in names])

@@ -15,8 +15,10 @@ from docs_blocks import DOCS, PAGES, ROOT, masked, renewed, run, session
 from docs_keys import KEYS, differences
 
 from fanfold.cli.app import app
+from fanfold.ops import OPS
 
 NEXT_STEP = "the code says something else now: run `make docs-blocks`, and read the diff"
+OPERATIONS = re.compile(r"<!-- table: operations (.+?) -->")
 COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback]
 
 
@@ -62,6 +64,12 @@ def test_every_command_has_a_page_that_runs_it() -> None:
         assert f"$ fanfold {command}" in page
         assert f"<!-- table: options {command} -->" in page
         assert command == "demo" or "<!-- keys: " in page
+
+
+def test_every_operation_is_on_a_page_of_kernels() -> None:
+    """Overloads for numbers of the host stand with the others."""
+    found = [name for path in PAGES for names in OPERATIONS.findall(path.read_text()) for name in names.split()]
+    assert sorted(found) == sorted(name for name in OPS if not name.endswith(".host"))
 
 
 def test_every_page_is_in_the_nav_once() -> None:
