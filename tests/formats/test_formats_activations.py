@@ -113,3 +113,10 @@ def test_experts_of_one_projection_have_one_scheme() -> None:
         checkpoint.read_experts(0)
     assert caught.value.what.endswith("activations of model.layers.0.mlp.experts")
     assert checkpoint.read_experts(1).gate_up.activations == "nvfp4"
+
+
+def test_nothing_is_said_of_weights_that_are_not_quantised() -> None:
+    checkpoint = Checkpoint(sample("base_qwen3moe_tiny_bf16"))
+    object.__setattr__(checkpoint.quantization, "activations", lambda module: "fp8")
+    assert {info.activations for info in checkpoint.describe(0).values()} == {"plain"}
+    assert checkpoint.read_experts(0).down.activations == "plain"

@@ -101,8 +101,7 @@ class Checkpoint:
         """
         gate_up, down = self._find(layer)
         found = {"gate_up": gate_up.describe(self.files), "down": down.describe(self.files)}
-        stated = self._activations(layer)
-        return {name: replace(info, activations=stated[name]) for name, info in found.items()}
+        return {name: replace(info, activations=self._activations(layer, name)) for name, info in found.items()}
 
     def read_experts(self, layer: int) -> ExpertWeights:
         """The packed experts of one layer, on the CPU.
@@ -116,10 +115,9 @@ class Checkpoint:
             UnsupportedError: a format that is not run.
         """
         gate_up, down = self._find(layer)
-        stated = self._activations(layer)
         return ExpertWeights(
-            replace(gate_up.read(self.files), activations=stated["gate_up"]),
-            replace(down.read(self.files), activations=stated["down"]),
+            replace(gate_up.read(self.files), activations=self._activations(layer, "gate_up")),
+            replace(down.read(self.files), activations=self._activations(layer, "down")),
         )
 
     def expert_bytes(self) -> int:
@@ -179,29 +177,28 @@ class Checkpoint:
         dense = weight is None or self.files.infos[weight].dtype in DENSE
         return not dense or not PACKED.isdisjoint(suffixes)
 
-    def _activations(self, layer: int) -> dict[str, str]:
-        """What the config says of the activations of gate_up and down.
+    def _activations(self, layer: int, projection: str) -> str:
+        """What the config says of the activations of gate_up or down; plain where it says nothing of their weights.
 
         Raises:
             UnsupportedError: not the same of all experts.
         """
-        tensors = self.layer(layer)
-        named = {(projection, None): suffixes for projection, suffixes in tensors.fused.items()}
-        found: dict[str, dict[str, str]] = {"gate_up": {}, "down": {}}
-        for (projection, _), suffixes in (*named.items(), *tensors.per_expert.items()):
+        tensors, scheme = self.layer(layer), self.quantization
+        found: dict[str, str] = {}
+        for of, suffixes in (*tensors.fused.items(), *((of, s) for (of, _), s in tensors.per_expert.items())):
             suffix, name = next(iter(suffixes.items()))
             module = name.removesuffix(f".{suffix}")
-            stated = found["down" if projection == "down" else "gate_up"]
-            stated.setdefault(self.quantization.activations(module), module)
-        for modules in found.values():
-            if len(modules) > 1:
-                raise UnsupportedError(
-                    f"{self.config.path}: activations of {tensors.container}",
-                    found=", ".join(f"{stated} for {module}" for stated, module in modules.items()),
-                    expected="the same for all experts of a projection",
-                    next_step="Requantise the model with one scheme for all experts.",
-                )
-        return {projection: next(iter(modules), PLAIN) for projection, modules in found.items()}
+            if (of == "down") == (projection == "down"):
+                stated = PLAIN if scheme.scheme(module) is None else scheme.activations(module)
+                found.setdefault(stated, module)
+        if len(found) > 1:
+            raise UnsupportedError(
+                f"{self.config.path}: activations of {tensors.container}",
+                found=", ".join(f"{stated} for {module}" for stated, module in found.items()),
+                expected="the same for all experts of a projection",
+                next_step="Requantise the model with one scheme for all experts.",
+            )
+        return next(iter(found), PLAIN)
 
     def _find(self, layer: int) -> tuple[Projection, Projection]:
         """gate_up and down of one layer, of sizes that fit each other and config.json.
