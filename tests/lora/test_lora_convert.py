@@ -48,3 +48,33 @@ def test_values_too_large_for_the_dtype_are_refused() -> None:
     with pytest.raises(TensorError, match=r"values up to 70000; expected values within torch\.float16") as caught:
         convert(pair(70000.0), FakeSite("q_proj", torch.float16))
     assert "q_proj" in caught.value.what
+
+
+def test_pairs_in_the_order_of_the_experts_hidden_values() -> None:
+    """Shared B of gate and up, and a shared A of down, become each expert's own; A of gate and up stays shared."""
+    hidden, inner, rank, experts = 6, 5, 3, 3
+    order = torch.stack(
+        [torch.randperm(inner, generator=torch.Generator().manual_seed(e)) for e in range(experts)]
+    ).int()
+    numbers = torch.arange(rank * hidden * inner, dtype=torch.float32).view(rank, hidden, inner)
+    a, b = numbers[:, :, 0].contiguous(), numbers[:, 0].T.contiguous()
+    down_a, down_b = numbers[:, 1].contiguous(), numbers[:, :, 1].T.contiguous()
+    pairs: dict[tuple[Projection, int], LoraPair] = {}
+    for e in range(experts):
+        pairs["gate", e] = pairs["up", e] = LoraPair(a, b, 1.0)
+        pairs["down", e] = LoraPair(down_a, down_b + e, 2.0)
+    site = FakeSite("experts", torch.float32)
+    site.hidden_order = order  # type: ignore[attr-defined]
+    found = convert(pairs, site)
+    assert not isinstance(found, LoraPair)
+    for e in range(experts):
+        for projection in ("gate", "up"):
+            assert torch.equal(found[projection, e].b, b[order[e].long()])
+            assert torch.equal(found[projection, e].a, a)
+            assert found[projection, e].a.data_ptr() == found["gate", 0].a.data_ptr()
+        assert torch.equal(found["down", e].a, down_a[:, order[e].long()])
+        assert torch.equal(found["down", e].b, down_b + e)
+    stored = (
+        8 * hidden + experts * 8 * inner + experts * (inner * 8 + hidden * 8)
+    )  # A, down's A, B of gate and up, down's
+    assert found["gate", 0].a.untyped_storage().nbytes() == 4 * stored

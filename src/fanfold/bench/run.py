@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from fanfold.errors import UnavailableError, UnsupportedError
 from fanfold.explanation import explain
 from fanfold.layers.experts import Experts, arch_of
 from fanfold.layers.reference import LayerPairs
+from fanfold.lora.convert import convert
+from fanfold.lora.site import ExpertPairs
 from fanfold.spec.arch import ARCHS
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.spec.weights import ExpertWeights
@@ -111,7 +113,7 @@ def _load(shape: LayerShape, fmt: WeightFormat, tokens: int, settings: Settings)
             made = [random_pairs(shape, settings.rank, settings.dtype, settings.device, seed) for seed in seeds]
             experts.reserve(settings.adapters, settings.rank)
             for slot, pairs in enumerate(made):
-                experts.put(slot, pairs)
+                experts.put(slot, cast("ExpertPairs", convert(pairs, experts)))
             if number == 0:
                 loaded = replace(loaded, pairs=layer_pairs(made))
     return loaded

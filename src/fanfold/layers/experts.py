@@ -17,7 +17,7 @@ from fanfold.layers.implementations import Implementation, implement
 from fanfold.layers.moving import move, moved
 from fanfold.layers.op import number_of
 from fanfold.layers.reference import layer
-from fanfold.layers.tables import ExpertTables, reordered
+from fanfold.layers.tables import ExpertTables
 from fanfold.lora.convert import convert
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
@@ -122,6 +122,11 @@ class Experts(nn.Module):
         """This layer as the only place of an adapter pool of its own."""
         return {self.path: self}
 
+    @property
+    def hidden_order(self) -> Tensor | None:
+        """See lora.site.OrderedSite."""
+        return None if self._kernels is None else self._kernels.hidden_order
+
     def reserve(self, slots: int, max_rank: int) -> None:
         """Makes room for a pool of so many slots and ranks; all slots are empty then."""
         self._reserved = slots, max_rank
@@ -141,8 +146,6 @@ class Experts(nn.Module):
         Raises:
             ArgumentError: on a GPU, where no room was made for the slot.
         """
-        if self._kernels is not None and self._kernels.hidden_order is not None:
-            pairs = reordered(pairs, self._kernels.hidden_order)
         if self.tables is not None:
             self.tables.write(slot, pairs)
         elif self._kernels is not None:

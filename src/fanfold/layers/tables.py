@@ -9,7 +9,7 @@ from fanfold.kernels.lora.table import new_table, pack_pairs, write_slot
 from fanfold.layers.implementations import Adapters
 from fanfold.lora.adapter import Projection
 from fanfold.lora.site import ExpertPairs
-from fanfold.spec.lora import LoraPair, padded_rank
+from fanfold.spec.lora import LoraPair
 from fanfold.spec.shape import ExpertShape
 
 
@@ -65,25 +65,3 @@ class LinearTable:
     def write(self, slot: int, pair: LoraPair | None) -> None:
         """Replaces a slot's pair; None empties it."""
         write_slot(self.table, 0, slot, None if pair is None else pack_pairs({0: pair}))
-
-
-def reordered(pairs: ExpertPairs, hidden_order: Tensor) -> ExpertPairs:
-    """Pairs for gate_up whose outputs lie in another order, and down whose inputs do.
-
-    Args:
-        pairs: of `lora.convert`.
-        hidden_order: int32 [E, I], column j of h is output `hidden_order[e, j]` of gate and up.
-
-    Returns:
-        Pairs of the same ranks and padding, in memory of their own.
-    """
-    made: dict[tuple[Projection, int], LoraPair] = {}
-    for (projection, expert), pair in pairs.items():
-        order, rank = hidden_order[expert].long(), padded_rank(pair.rank)
-        a, b = pair.a, pair.b
-        if projection == "down":
-            a = a.as_strided((rank, a.shape[1]), a.stride())[:, order][: pair.rank]
-        else:
-            b = b.as_strided((b.shape[0], rank), b.stride())[order][:, : pair.rank]
-        made[projection, expert] = LoraPair(a, b, pair.scale)
-    return made

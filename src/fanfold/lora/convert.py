@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import TensorError
-from fanfold.lora.site import Pairs, Site
+from fanfold.lora.site import OrderedSite, Pairs, Site
 from fanfold.spec import LoraPair
 from fanfold.spec.lora import RANK_ALIGN, padded_rank
 
@@ -19,11 +19,16 @@ Place = tuple[str, int]
 
 
 class _Stored(NamedTuple):
-    """A tensor, the shape that it is stored with (its own, and zeros behind the rank), and the projection it is of."""
+    """A tensor, the shape that it is stored with (its own, and zeros behind the rank), and where it is of.
+
+    `ordered`: the dimension that lies in the site's order of hidden values; None: neither.
+    """
 
     tensor: Tensor
     shape: tuple[int, int]
     projection: str
+    expert: int
+    ordered: int | None
 
     @property
     def size(self) -> int:
@@ -35,14 +40,16 @@ def convert(pairs: Pairs, site: Site) -> Pairs:
 
     Every A is stored as [padded rank, K] and every B as [N, padded rank], zeros behind the rank, one behind the other
     in a single allocation; the pairs are views of them without the zeros. A tensor that pairs share is stored once.
+    Where the site's experts make h in an order of their own, outputs of gate and up and inputs of down lie in it, each
+    expert's apart.
 
     Raises:
         TensorError: a value is too large for the site's dtype.
         torch.OutOfMemoryError: the device has no room.
     """
     listed = _listed(pairs)
-    keys = {place: (_key(pair.a), _key(pair.b)) for place, pair in listed.items()}
-    stored = _stored(listed, keys)
+    order = site.hidden_order if isinstance(site, OrderedSite) else None
+    keys, stored = _stored(listed, order is not None)
     runs = _runs(stored)
     padded = any(pair.rank % RANK_ALIGN for pair in listed.values())
     allocate = torch.zeros if padded else torch.empty
@@ -54,7 +61,7 @@ def convert(pairs: Pairs, site: Site) -> Pairs:
         rows, columns = first.tensor.shape
         size = len(run) * first.size
         part = memory[offset : offset + size].view(len(run), *first.shape)[:, :rows, :columns]
-        part.copy_(_together([stored[key].tensor for key in run]))
+        part.copy_(_in_order(_together([stored[key].tensor for key in run]), [stored[key] for key in run], order))
         offset += size
         views |= zip(run, part.unbind(), strict=True)
     if any(tensor.tensor.dtype != site.dtype for tensor in stored.values()):
@@ -65,23 +72,27 @@ def convert(pairs: Pairs, site: Site) -> Pairs:
 
 def stored_bytes(pairs: Pairs, dtype: torch.dtype) -> int:
     """What `convert` allocates."""
-    listed = _listed(pairs)
-    keys = {place: (_key(pair.a), _key(pair.b)) for place, pair in listed.items()}
-    return sum(tensor.size for tensor in _stored(listed, keys).values()) * dtype.itemsize
+    return sum(tensor.size for tensor in _stored(_listed(pairs), False)[1].values()) * dtype.itemsize
 
 
 def _listed(pairs: Pairs) -> Mapping[Place, LoraPair]:
     return {("", 0): pairs} if isinstance(pairs, LoraPair) else cast("Mapping[Place, LoraPair]", pairs)
 
 
-def _stored(pairs: Mapping[Place, LoraPair], keys: Mapping[Place, tuple[Key, Key]]) -> dict[Key, _Stored]:
-    """Each tensor once: every A, then every B."""
-    stored: dict[Key, _Stored] = {}
-    for place, pair in pairs.items():
-        stored.setdefault(keys[place][0], _Stored(pair.a, (padded_rank(pair.rank), pair.a.shape[1]), place[0]))
-    for place, pair in pairs.items():
-        stored.setdefault(keys[place][1], _Stored(pair.b, (pair.b.shape[0], padded_rank(pair.rank)), place[0]))
-    return stored
+def _stored(pairs: Mapping[Place, LoraPair], ordered: bool) -> tuple[dict[Place, tuple[Key, Key]], dict[Key, _Stored]]:
+    """Keys of each place's A and B, and each tensor once: every A, then every B."""
+    keys: dict[Place, tuple[Key, Key]] = {}
+    every_a: dict[Key, _Stored] = {}
+    every_b: dict[Key, _Stored] = {}
+    for (projection, expert), pair in pairs.items():
+        a, b, rank = pair.a, pair.b, padded_rank(pair.rank)
+        inputs, outputs = ordered and projection == "down", ordered and projection != "down"
+        a_key = (*_key(a), expert) if inputs else _key(a)
+        b_key = (*_key(b), expert) if outputs else _key(b)
+        keys[projection, expert] = a_key, b_key
+        every_a.setdefault(a_key, _Stored(a, (rank, a.shape[1]), projection, expert, 1 if inputs else None))
+        every_b.setdefault(b_key, _Stored(b, (b.shape[0], rank), projection, expert, 0 if outputs else None))
+    return keys, every_a | every_b
 
 
 def _key(tensor: Tensor) -> Key:
@@ -95,8 +106,8 @@ def _runs(stored: Mapping[Key, _Stored]) -> list[list[Key]]:
     The experts of a projection lie like this, in files and in stacked parameters.
     """
     alike: dict[Key, list[tuple[int, Key]]] = {}
-    for key, (tensor, _, projection) in stored.items():
-        storage, dtype, _, shape, stride = key
+    for key, (tensor, _, projection, _, _) in stored.items():
+        storage, dtype, _, shape, stride = key[:5]
         alike.setdefault((projection, storage, dtype, shape, stride), []).append((int(tensor.storage_offset()), key))
     runs: list[list[Key]] = []
     for placed in alike.values():
@@ -119,6 +130,16 @@ def _together(tensors: list[Tensor]) -> Tensor:
     first = tensors[0]
     step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()), first.storage_offset())
+
+
+def _in_order(values: Tensor, run: list[_Stored], order: Tensor | None) -> Tensor:
+    """The tensors of a run, [n, rows, columns], with their hidden values in the order [E, I] of their experts."""
+    dim = run[0].ordered
+    if order is None or dim is None:
+        return values
+    places = order[[tensor.expert for tensor in run]].long()
+    places = places[:, :, None] if dim == 0 else places[:, None, :]
+    return values.to(order.device).gather(dim + 1, places.expand(values.shape))
 
 
 def _check_finite(memory: Tensor, tensors: list[Tensor], site: Site) -> None:

@@ -86,6 +86,16 @@ class ExpertSite(Site, Protocol):
 
 
 @runtime_checkable
+class OrderedSite(Protocol):
+    """Experts that may make h in an order of their own, for weights that were sorted when they were loaded."""
+
+    @property
+    def hidden_order(self) -> Tensor | None:
+        """int32 [E, I]: column j of expert e's h is output `hidden_order[e, j]` of gate and up; None: j."""
+        ...
+
+
+@runtime_checkable
 class LinearSite(Site, Protocol):
     """A plain module: y [.., out_features] from x [.., in_features]. Routers too, whose out_features is E."""
 
