@@ -74,7 +74,6 @@ def test_pairs_in_the_order_of_the_experts_hidden_values() -> None:
             assert found[projection, e].a.data_ptr() == found["gate", 0].a.data_ptr()
         assert torch.equal(found["down", e].a, down_a[:, order[e].long()])
         assert torch.equal(found["down", e].b, down_b + e)
-    stored = (
-        8 * hidden + experts * 8 * inner + experts * (inner * 8 + hidden * 8)
-    )  # A, down's A, B of gate and up, down's
+    # A; down's A; B of gate and up, and of down
+    stored = 8 * hidden + experts * 8 * inner + experts * (inner * 8 + hidden * 8)
     assert found["gate", 0].a.untyped_storage().nbytes() == 4 * stored
