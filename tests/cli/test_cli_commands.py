@@ -148,6 +148,15 @@ def test_inspect_says_how_zero_points_are_stored() -> None:
     assert "groups of 64, asymmetric, stored zero points are 1 less, act-order" in " ".join(ordered.split())
 
 
+def test_inspect_says_what_the_config_says_of_activations() -> None:
+    for folder, words in (
+        ("ct_qwen3moe_nvfp4", "4 bits, groups of 16, activations nvfp4"),
+        ("modelopt_qwen3moe_fp8", "a scale for all x all, activations fp8-static"),
+    ):
+        assert words in call("inspect", str(GOLDEN / folder)).stdout
+    assert "activations" not in call("inspect", str(GOLDEN / "ct_qwen3moe_nvfp4a16")).stdout
+
+
 def test_inspect_adapter() -> None:
     result = call("inspect", str(TINY / "adapter-scripture"))
     assert result.exit_code == 0

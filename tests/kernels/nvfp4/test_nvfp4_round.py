@@ -79,9 +79,15 @@ def test_bf16_and_replays() -> None:
     check_replays(lambda x: [rounding.round_rows(x, one)], [[x.cuda()] for x in batches])
 
 
+@pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-def test_it_compiles(arch: str) -> None:
-    types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "gs_ptr": "*fp32", "ids_ptr": "*i64", "rows_ptr": "*i32"}
+def test_it_compiles(arch: str, by_expert: bool) -> None:
+    types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "gs_ptr": "*fp32"}
     types |= dict.fromkeys(("rows", "groups", "experts", "top_k", "stride_x"), "i32")
     constants = {"NATIVE": int(arch[3:]) >= 89, "GROUPS": rounding.GROUPS}
-    check_fits(compile_kernel(rounding.round_groups, types, constants, arch, 4, case="rounding"), arch)
+    if by_expert:
+        types |= {"ids_ptr": "*i64", "rows_ptr": "*i32"}
+    else:
+        constants |= {"ids_ptr": None, "rows_ptr": None}
+    case = "an expert's scale" if by_expert else "one scale"
+    check_fits(compile_kernel(rounding.round_groups, types, constants, arch, 4, case=case), arch)
