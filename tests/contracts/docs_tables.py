@@ -61,8 +61,8 @@ def value_of(kind: Any, metavar: str | None) -> list[str]:
 
 
 def code(text: str) -> str:
-    """Inline code inside a table's cell."""
-    return f"`{text}`".replace("|", "\\|")
+    """Inline code inside a table's cell; a bar would end the cell, and renderers differ in how it is escaped."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def tensors(*formats: str) -> str:
