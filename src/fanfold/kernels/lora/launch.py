@@ -37,7 +37,7 @@ def fold_gate_up(
 ) -> Tensor:
     """Gate and up of a layer: folds every row's change onto y1, and applies the activation if there is one.
 
-    One launch where the table's ranks fit in one program (up to 64), else two; the same bits.
+    One launch where the table's ranks fit in one program (up to 32), else two; the same bits.
 
     Args:
         y1: [R, P*I], the base product, gate first; at sorted positions, or at the places of `AdapterRows`.
