@@ -143,7 +143,7 @@ MADE = dict.fromkeys(["entries_ptr", "experts_ptr", "total_ptr"], "*i32") | {"li
 def test_compiles(arch: str) -> None:
     from fanfold.routing.blocks import FEW_ROWS, blocks_kernel, few_blocks_kernel, few_warps
 
-    for experts, packed in ((32, False), (128, True), (512, False), (4096, False), (4096, True)):
+    for experts, packed in ((128, False), (512, False), (512, True), (4096, False)):
         case = f"{experts} experts, {'sorted positions' if packed else 'rows'}"
         sizes = {"BLOCK_E": experts, "BLOCK_M": 64, "PACKED": packed}
         types = {"ids_ptr": "*i64", **MADE}

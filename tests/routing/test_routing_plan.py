@@ -1,7 +1,5 @@
 """The plan in Triton against the reference, bit for bit, in both forms: in the interpreter, on a GPU, compiled."""
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -166,7 +164,7 @@ def test_one_launch_compiles(arch: str) -> None:
     from fanfold.routing.plan import plan_block, plan_warps
     from fanfold.routing.plan_kernels import plan_kernel
 
-    for rows, words in product((8, 1024, 2048, 16384), (True, False)):
+    for rows, words in ((8, True), (1024, False), (16384, True), (16384, False)):
         block = plan_block(rows)
         types = {**PLANNED, "work_ptr": "*i64" if words else "*i32"}
         constants = {"TILE": 64, "BLOCK": block, "WORDS": words}
@@ -176,9 +174,8 @@ def test_one_launch_compiles(arch: str) -> None:
 
 @ALL_ARCHS
 def test_two_launches_compile(arch: str) -> None:
-    for rows, experts in product((20000, 131072, 2**20), (32, 512, 4096)):
-        compile_two_launches(rows, experts, True, arch)
-    compile_two_launches(131072, 512, False, arch)
+    for rows, experts, words in ((20000, 128, True), (131072, 512, False), (2**20, 32, True), (2**20, 4096, True)):
+        compile_two_launches(rows, experts, words, arch)
 
 
 def compile_two_launches(rows: int, experts: int, words: bool, arch: str) -> None:

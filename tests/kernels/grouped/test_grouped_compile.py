@@ -14,38 +14,46 @@ from fanfold.spec.arch import SHARED_BYTES
 
 SPILLS = {
     "sm_90": {
-        "n128-k128-t128-w8-s3-sum": 152,
-        "n128-k128-t128-w8-s3": 152,
-        "n64-k64-t128-w4-s3": 32,
+        "grouped_gate_up bf16 n128-k64-t128-w8-s4-from32 fused aside": 16,
+        "grouped_gate_up gptq4-g128 n64-k64-t128-w4-s3 fused aside": 8,
+        "grouped_gate_up packed4-g64-asym n64-k64-t128-w4-s3 fused": 32,
+        "grouped_down awq4-g128-asym n128-k64-t128-w4-s3": 8,
+        "grouped_gate_up awq4-g128-asym n64-k64-t128-w4-s3 fused": 8,
+        "grouped_gate_up fp8-block128x128 n64-k64-t128-w4-s3 fused": 8,
+        "grouped_gate_up fp8-channel n128-k128-t128-w8-s3 fused w8a8": 152,
+        "grouped_gate_up fp8-block128x128 n128-k128-t128-w8-s3-sum fused w8a8": 40,
+        "grouped_gate_up fp8-block128x128 n128-k128-t128-w8-s3-sum fused aside w8a8": 24,
     },
     "sm_100": {
-        "n128-k128-t128-w8-s3-sum": 152,
-        "n128-k64-t128-w4-s3": 8,
-        "n128-k64-t64-w4-s3": 8,
-        "n64-k128-t16-w4-s3-sum": 8,
+        "grouped_down gptq2-g64-asym-v2 n128-k64-t128-w4-s3": 8,
+        "grouped_down gptq4-g32-asym-v1 n128-k64-t64-w4-s3": 8,
+        "grouped_gate_up fp8-block128x128 n64-k128-t16-w4-s3-sum fused": 8,
+        "grouped_gate_up fp8-block128x128 n128-k128-t128-w8-s3-sum fused w8a8": 152,
+        "grouped_gate_up fp8-block128x128 n128-k128-t128-w8-s3-sum fused aside w8a8": 216,
     },
 }
-"""Bytes that may spill, by config. Those of sm_90 were the fastest that were measured all the same: they make gate and
-up of 128 tokens with an activation; with 8-bit activations they hold the sums of a step beside the sums. sm_100 runs
-the table of sm_90 and nobody has measured there: the first is as on sm_90, of the others ptxas spills a word or two
-while registers are left (128 to 168 of 255 are taken)."""
+"""Bytes that spill, of all cases. On sm_90 they are of configs that measured fastest all the same, for 128 tokens: with
+8-bit activations they hold the sums of a step beside the sums. sm_100 runs the table of sm_90, and nobody has measured
+there; of three kernels ptxas spills a word while registers are left (128 to 168 of 255 are taken)."""
 
 
 def check(name: str, arch: str, dtype: torch.dtype = torch.bfloat16, w8a8: bool = False) -> int:
-    """Fails where a case of the format doesn't fit, spills, or may be wrong.
+    """Fails where a case of the format doesn't fit, may be wrong, or spills other than known.
 
     Returns:
         The number of cases.
     """
     found = list(cases(name, arch, dtype, w8a8))
+    spills: dict[str, int] = {}
     for case in found:
         resources = compiled(case, arch)
         assert resources.shared <= SHARED_BYTES[arch], resources
-        may_spill = case.fused or arch != "sm_90"
-        known = SPILLS.get(arch, {}).get(case.config.name, 0) if may_spill else 0
-        assert resources.stack <= known, f"spills: {resources}"
         # Triton 3.6 may overwrite them while the product reads them.
         assert resources.register_operands == 0, f"weights are a register operand of wgmma: {resources}"
+        if resources.stack:
+            spills[case.name] = resources.stack
+    known = SPILLS.get(arch, {})
+    assert spills == {case.name: known[case.name] for case in found if case.name in known}
     return len(found)
 
 

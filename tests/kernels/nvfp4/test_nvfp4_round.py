@@ -7,7 +7,7 @@ import torch
 from nvfp4_cases import awkward_rows, code_edges, rows_of_scales, rows_with_scale
 from torch import Tensor
 
-from compiling import check_fits, compile_kernel
+from compiling import ALL_ARCHS, check_fits, compile_kernel
 from fanfold.kernels.nvfp4 import round as rounding
 from fanfold.kernels.nvfp4.reference import pack_rows, unpack_rows
 from graphs import check_replays, dirty_memory, same_bits
@@ -80,7 +80,7 @@ def test_bf16_and_replays() -> None:
 
 
 @pytest.mark.parametrize("by_expert", [False, True])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@ALL_ARCHS
 def test_it_compiles(arch: str, by_expert: bool) -> None:
     types = {"x_ptr": "*bf16", "y_ptr": "*bf16", "gs_ptr": "*fp32"}
     types |= dict.fromkeys(("rows", "groups", "experts", "top_k", "stride_x"), "i32")

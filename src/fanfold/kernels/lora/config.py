@@ -53,7 +53,7 @@ def config_for(max_rank: int, tile: int, dtype: torch.dtype, arch: int) -> FoldC
     while block_r < min(max_rank, RANK_TILE):
         block_r *= 2
     if dtype == torch.float32:
-        return FoldConfig(block_r, 64, 64, 4, 2)  # without matrix units
+        return FoldConfig(block_r, 64, 64, 8, 2)  # without matrix units
     if arch not in LARGE:
         return FoldConfig(block_r, 128, 128, 4, 2)
     return FoldConfig(block_r, 256, 256 if tile == 8 and block_r == 16 else 128, 4, 3)
