@@ -69,34 +69,30 @@ class Case:
 
 
 def cases(name: str, arch: str, dtype: torch.dtype = torch.bfloat16, w8a8: bool = False) -> Iterator[Case]:
-    """What layers launch of this format.
+    """What layers launch of this format over a plan, with every config of the tables.
 
-    Over a plan: of `TABLES`, and on sm_90 of all formats, every config; elsewhere, of formats that differ from those in
-    single functions, the configs of most rows. With rows set aside: of `TABLES` the config of most rows, on sm_90 every
-    one. Of `TABLES` on sm_90 also gate_up without an activation, and what a single token runs, without a plan. All
-    these differ in what comes before and after the sums alone.
+    Of `TABLES` also gate_up with rows set aside; on sm_90 gate_up without an activation as well, and what a single
+    token runs, without a plan. These differ from the rest in what comes before and after the sums alone.
     """
     fmt, compute = WeightFormat.parse(name), int(arch.removeprefix("sm_"))
-    table, measured = name in TABLES or w8a8, arch == "sm_90"
     configs: dict[bool, list[LaunchConfig]] = {False: [], True: []}
     for config, fused in all_configs(fmt, K, dtype, compute, w8a8):
         configs[fused].append(config)
     for fused, found in configs.items():
         every = list(dict.fromkeys([*found, pinned_config(fmt, K, dtype, compute, fused, w8a8)]))
-        most = [max(found, key=lambda config: config.block_t)]
-        for config in every if table or measured else most:
+        for config in every:
             yield Case(name, config, down=not fused, fused=fused, w8a8=w8a8, dtype=dtype)
         if name not in TABLES or dtype != torch.bfloat16:
             continue
         if fused:
-            for config in every if measured else most:
+            for config in every:
                 yield Case(name, config, fused=True, aside=True, w8a8=w8a8)
-        if measured:
+        if arch == "sm_90":
             yield Case(name, found[0], down=not fused, planned=False, fused=fused, w8a8=w8a8)
             if fused:
                 yield Case(name, found[0], planned=False, fused=True, aside=True, w8a8=w8a8)
             else:
-                yield Case(name, most[0], w8a8=w8a8)
+                yield Case(name, found[-1], w8a8=w8a8)
 
 
 def compiled(case: Case, arch: str) -> Resources:

@@ -13,6 +13,9 @@ from compiling import ALL_ARCHS, ARCHS
 from fanfold.spec.arch import SHARED_BYTES
 
 SPILLS = {
+    "sm_80": {"grouped_gate_up gptq4-g32-asym-v1 n64-k64-t32-w4-s3 fused aside": 8},
+    "sm_86": {"grouped_gate_up gptq3-g64-asym-v1-actorder n64-k16-t32-w8-s2 fused": 8},
+    "sm_89": {"grouped_gate_up gptq3-g64-asym-v1-actorder n64-k16-t32-w8-s2 fused": 8},
     "sm_90": {
         "grouped_gate_up bf16 n128-k64-t128-w8-s4-from32 fused aside": 16,
         "grouped_gate_up gptq4-g128 n64-k64-t128-w4-s3 fused aside": 8,
@@ -27,14 +30,15 @@ SPILLS = {
     "sm_100": {
         "grouped_down gptq2-g64-asym-v2 n128-k64-t128-w4-s3": 8,
         "grouped_down gptq4-g32-asym-v1 n128-k64-t64-w4-s3": 8,
+        "grouped_down fp8-tensor n128-k64-t64-w4-s3": 8,
         "grouped_gate_up fp8-block128x128 n64-k128-t16-w4-s3-sum fused": 8,
         "grouped_gate_up fp8-block128x128 n128-k128-t128-w8-s3-sum fused w8a8": 152,
         "grouped_gate_up fp8-block128x128 n128-k128-t128-w8-s3-sum fused aside w8a8": 216,
     },
 }
 """Bytes that spill, of all cases. On sm_90 they are of configs that measured fastest all the same, for 128 tokens: with
-8-bit activations they hold the sums of a step beside the sums. sm_100 runs the table of sm_90, and nobody has measured
-there; of three kernels ptxas spills a word while registers are left (128 to 168 of 255 are taken)."""
+8-bit activations they hold the sums of a step beside the sums. Elsewhere nobody has measured: sm_100 runs the table of
+sm_90, and where it is 8 bytes ptxas spills a word or two while registers are left (96 to 168 of 255 are taken)."""
 
 
 def check(name: str, arch: str, dtype: torch.dtype = torch.bfloat16, w8a8: bool = False) -> int:
@@ -60,7 +64,7 @@ def check(name: str, arch: str, dtype: torch.dtype = torch.bfloat16, w8a8: bool 
 @pytest.mark.parametrize("name", FORMATS)
 @ALL_ARCHS
 def test_bf16_activations(arch: str, name: str) -> None:
-    assert check(name, arch) >= 2
+    assert check(name, arch) >= 8
 
 
 @pytest.mark.parametrize("name", W8A8)
