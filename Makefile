@@ -1,5 +1,5 @@
 # make demo   the main job on the bundled model     make test   everything CI checks
-# Both make .venv on first use (about a minute) and leave it alone until pyproject.toml or constraints.txt change.
+# Both make .venv on first use (a few minutes) and leave it alone until pyproject.toml or constraints.txt change.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
