@@ -7,10 +7,10 @@ where the scale is a number of the file (NVFP4's second level always is).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 
 from fanfold.formats.compressed_tensors_scheme import by_target
 from fanfold.formats.config_fields import Fields
+from fanfold.formats.modelopt_scheme import by_module
 from fanfold.spec.activation_format import PLAIN
 
 ActivationScheme = Callable[[str], str]
@@ -52,13 +52,8 @@ def modelopt(config: Fields) -> ActivationScheme:
     Raises:
         ConfigError: a field is missing or malformed.
     """
-    excluded = config.names("exclude_modules", "ignore")
-    if config.text("quant_algo").upper() == "MIXED_PRECISION":
-        layers = config.object("quantized_layers")
-        named = {name: _of_algorithm(layers.object(name)) for name in layers.values}
-        return lambda module: named.get(module, PLAIN)
-    common = _of_algorithm(config)
-    return lambda module: PLAIN if any(fnmatchcase(module, pattern) for pattern in excluded) else common
+    find = by_module(config, _of_algorithm)
+    return lambda module: find(module) or PLAIN
 
 
 def _of_algorithm(config: Fields) -> str:

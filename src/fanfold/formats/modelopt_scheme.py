@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from fanfold.formats.config_fields import Fields
 from fanfold.formats.schemes import Scheme
 from fanfold.spec.weight_format import WeightFormat
 
+T = TypeVar("T")
 # Of W4A8 and W4A4 the weights alone matter here. Names are met in capitals and in small letters.
 ALGORITHMS = {
     "NVFP4": "nvfp4",
@@ -26,12 +29,21 @@ def modelopt(config: Fields) -> Scheme:
         ConfigError: a field is missing or malformed.
         UnsupportedError: an algorithm that fanfold does not run.
     """
+    return by_module(config, _format)
+
+
+def by_module(config: Fields, of_algorithm: Callable[[Fields], T]) -> Callable[[str], T | None]:
+    """Module name -> what `of_algorithm` says of the object with the module's `quant_algo`; None for excluded modules.
+
+    Raises:
+        ConfigError: a field is missing or malformed.
+    """
     excluded = config.names("exclude_modules", "ignore")
     if config.text("quant_algo").upper() == "MIXED_PRECISION":
         layers = config.object("quantized_layers")
-        formats = {name: _format(layers.object(name)) for name in layers.values}
-        return formats.get
-    common = _format(config)
+        named = {name: of_algorithm(layers.object(name)) for name in layers.values}
+        return named.get
+    common = of_algorithm(config)
     return lambda module: None if any(fnmatchcase(module, pattern) for pattern in excluded) else common
 
 
