@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import compile_record
+from fanfold.export.machine_code import disassembly, register_operands, usage
+from fanfold.export.source import compiling_for
 from fanfold.spec.arch import SHARED_BYTES
-from hazards import hazards, operands
 
 ARCHS = sorted(SHARED_BYTES, key=lambda arch: int(arch.removeprefix("sm_")))
 ALL_ARCHS = pytest.mark.parametrize("arch", ARCHS)
@@ -118,63 +115,14 @@ def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], case: 
 
 
 def _read(case: str, compiled: Any, disassemble: bool) -> Resources:
-    """By the cuobjdump that triton brings."""
-    usage = _dump(compiled, "-res-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    taken = (int(found[1]), int(found[2]), compiled.metadata.shared)
+    used = usage(compiled.asm["cubin"])
+    taken = (used.registers, used.stack, compiled.metadata.shared)
     if not disassemble:
         return Resources(case, *taken)
-    sass = _dump(compiled, "-sass")
+    sass = disassembly(compiled.asm["cubin"])
     products = sorted(set(re.findall(r"\b[A-Z]+MMA\b[.\w]*", sass)))
-    in_registers = len(operands(sass))
-    found_hazards = hazards(sass) if in_registers else []
-    return Resources(case, *taken, tuple(products), in_registers, tuple(str(hazard) for hazard in found_hazards))
-
-
-def _dump(compiled: Any, flag: str) -> str:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        return subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-class _Absent:
-    """The driver of a GPU that is not here; enough to compile."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # kernels are kept by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextmanager
-def _compiler_of(kernel: Any, arch: str, compile: Any) -> Iterator[None]:
-    """Has launches of the kernel go to `compile` instead of a GPU."""
-    from triton.runtime import driver
-
-    before = driver._active
-    driver.set_active(_Absent(int(arch.removeprefix("sm_"))))
-    try:
-        kernel.device_caches.pop(driver.active.get_current_device(), None)
-        kernel.device_caches[driver.active.get_current_device()]  # sets the kernel's compiler
-        kernel.compile = compile
-        yield
-    finally:
-        kernel.device_caches.pop(driver.active.get_current_device())
-        driver._active = before
+    found = register_operands(sass)
+    return Resources(case, *taken, tuple(products), found.count, found.hazards)
 
 
 def compile_launch(
@@ -196,7 +144,7 @@ def compile_launch(
     def compile(source: Any, target: Any, options: dict[str, Any]) -> Resources:
         return _known_or_compiled(source, target, options, case, disassemble)
 
-    with _compiler_of(kernel, arch, compile):
+    with compiling_for(kernel, arch, compile):
         return kernel.warmup(grid=(1,), **arguments)
 
 
@@ -204,5 +152,5 @@ def machine_code(kernel: Any, arguments: Mapping[str, Any], arch: str) -> str:
     """What `cuobjdump -sass` prints of the code that a launch would compile."""
     import triton
 
-    with _compiler_of(kernel, arch, triton.compile):
-        return _dump(kernel.warmup(grid=(1,), **arguments), "-sass")
+    with compiling_for(kernel, arch, triton.compile):
+        return disassembly(kernel.warmup(grid=(1,), **arguments).asm["cubin"])

@@ -29,6 +29,7 @@ KNOWS: dict[str, set[str]] = {
     "expert_usage": {"torch"},
     "throughput": {"torch"},
     "explanation": {"torch"},
+    "export": {"torch", "triton"},
     "inspection": set(),
     "quantization": {"torch"},
     "verification": {"torch"},

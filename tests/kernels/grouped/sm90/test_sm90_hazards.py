@@ -7,7 +7,7 @@ import torch
 from sm90_bad_kernel import one_operand
 
 from compiling import machine_code
-from hazards import hazards, operands, written
+from fanfold.export.hazards import hazards, operands, written
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])

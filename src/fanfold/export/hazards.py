@@ -78,7 +78,8 @@ def hazards(sass: str) -> list[Hazard]:
     index = {address: n for n, (address, _) in enumerate(code)}
     found: set[Hazard] = set()
     empty: State = ((), frozenset())
-    todo, seen = [(0, empty)], {(0, empty)}
+    todo: list[tuple[int, State]] = [(0, empty)]
+    seen = set(todo)
     while todo:
         at, state = todo.pop()
         address, text = code[at]
