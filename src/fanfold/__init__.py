@@ -11,6 +11,7 @@ from fanfold import ops as ops  # registers torch.ops.fanfold
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from fanfold import distributed as distributed
     from fanfold import errors as errors
     from fanfold import formats as formats
     from fanfold import reference as reference
@@ -29,12 +30,13 @@ _HOME = {
     "load_experts": "fanfold.load",
     "load_model": "fanfold.integrations.transformers.model",
 }
-_MODULES = ("errors", "formats", "reference")
+_MODULES = ("distributed", "errors", "formats", "reference")
 
 __all__ = [
     "AdapterPool",
     "Experts",
     "__version__",
+    "distributed",
     "errors",
     "explain",
     "formats",

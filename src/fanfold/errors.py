@@ -109,5 +109,9 @@ class UnavailableError(FanfoldError, RuntimeError):
     """What was asked for can't run here: a device, an arch, a package or an implementation is missing."""
 
 
+class RankError(FanfoldError, RuntimeError):
+    """A rank of a process group is gone, has failed, or holds something else than the others."""
+
+
 class InferenceOnlyError(FanfoldError, RuntimeError):
     """Backward was called through an operation of fanfold."""

@@ -26,6 +26,7 @@ KNOWS: dict[str, set[str]] = {
     "load": {"torch"},
     "bench": {"matplotlib", "torch"},
     "diagnosis": {"torch", "triton"},
+    "distributed": {"torch"},
     "expert_usage": {"torch"},
     "throughput": {"torch"},
     "explanation": {"torch"},
@@ -33,7 +34,7 @@ KNOWS: dict[str, set[str]] = {
     "inspection": set(),
     "quantization": {"torch"},
     "verification": {"torch"},
-    "integrations": {"torch", "transformers", "safetensors"},
+    "integrations": {"torch", "transformers", "safetensors", "peft"},
     "cli": {"typer", "rich"},
 }
 

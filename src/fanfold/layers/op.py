@@ -26,8 +26,15 @@ from fanfold.spec.weights import ExpertWeights
 class Layer(Protocol):
     """What the operation calls."""
 
-    path: str
-    implementation: str
+    @property
+    def path(self) -> str:
+        """The layer's name in its model."""
+        ...
+
+    @property
+    def implementation(self) -> str:
+        """The name of the one that runs."""
+        ...
 
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None, /) -> Tensor:
         """The layer's result, [T, H]."""

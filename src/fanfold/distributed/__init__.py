@@ -1,0 +1,4 @@
+"""Experts over several ranks, on torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+from fanfold.distributed.expert_parallel import ExpertParallel as ExpertParallel
+from fanfold.distributed.placement import Placement as Placement

@@ -1,0 +1,55 @@
+"""What ranks do in tests: each function runs in every process of a group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fanfold.distributed import ExpertParallel, Placement
+from fanfold.layers.experts import Experts
+from fanfold.spec import ExpertWeights
+from fanfold.spec.weights import ProjectionWeights
+from samples import SILU, numbers, random_experts, random_routing
+
+EXPERTS, TOP_K, TOKENS, HIDDEN, INTERMEDIATE = 8, 3, 9, 64, 32
+
+
+def weights_of(name: str) -> ExpertWeights:
+    """The same layer in every process."""
+    return random_experts(name, EXPERTS, HIDDEN, INTERMEDIATE)
+
+
+def part(weights: ExpertWeights, experts: tuple[int, ...]) -> ExpertWeights:
+    """Some experts of a layer."""
+
+    def of(projection: ProjectionWeights) -> ProjectionWeights:
+        chosen = list(experts)
+        bias = None if projection.bias is None else projection.bias[chosen]
+        tensors = {name: tensor[chosen] for name, tensor in projection.tensors.items()}
+        return replace(projection, tensors=tensors, bias=bias)
+
+    return ExpertWeights(of(weights.gate_up), of(weights.down))
+
+
+def batch(dtype: torch.dtype, tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, ids and weights; one slot is of no expert, with a weight that must not be read."""
+    ids, weights = random_routing(tokens, TOP_K, EXPERTS, seed)
+    if tokens:
+        ids[0, 1], weights[0, 1] = -1, float("nan")
+    return numbers(tokens, HIDDEN, seed=seed + 50).to(dtype), ids, weights
+
+
+def spread(name: str, dtype: torch.dtype, placement: Placement | None = None, **options: Any) -> ExpertParallel:
+    """This rank's part of a layer."""
+    placed = placement or Placement.even(EXPERTS, dist.get_world_size())
+    own = Experts(part(weights_of(name), placed.ranks[dist.get_rank()]), SILU, dtype=dtype)
+    return ExpertParallel(own, placement=placement, **options)
+
+
+def forward(name: str, dtype: torch.dtype, placement: Placement | None, tokens: int, options: dict[str, Any]) -> Tensor:
+    """The layer's result where all ranks have the same tokens."""
+    return spread(name, dtype, placement, **options)(*batch(dtype, tokens))

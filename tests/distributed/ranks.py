@@ -1,0 +1,96 @@
+"""Processes that are the ranks of a gloo group: started once, then given jobs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+PATIENCE = 120.0
+"""Seconds after which a job counts as hanging: far more than any takes."""
+
+
+class Ranks:
+    """`size` processes, forked from a server that has imported torch once.
+
+    The store is the parent's, as that of torchrun is the launcher's: it outlives every rank.
+    """
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pytest", "torch.distributed", "fanfold.distributed", "distributed_jobs"])
+        self.size = size
+        self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, size, self._store.port, timeout), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def start(self, job: Callable[..., Any], *args: Any) -> None:
+        """Gives the job to every rank."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((job, args)))
+
+    def results(self, *, without: int | None = None) -> list[Any]:
+        """What the ranks' jobs returned, an exception where one raised; None for a rank that is no more."""
+        found: list[Any] = []
+        for rank, pipe in enumerate(self._pipes):
+            if rank == without:
+                found.append(None)
+                continue
+            assert pipe.poll(PATIENCE), f"rank {rank} hangs"
+            found.append(pickle.loads(pipe.recv_bytes()))
+        return found
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of a job, by rank.
+
+        Raises:
+            Exception: what the job raised on the first rank where it did.
+        """
+        self.start(job, *args)
+        found = self.results()
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
+    def kill(self, rank: int) -> None:
+        """Ends a rank as the operating system would."""
+        os.kill(self._processes[rank].pid or 0, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    while True:
+        job, args = pickle.loads(pipe.recv_bytes())
+        try:
+            with torch.inference_mode():
+                result = job(*args)
+        except Exception as error:
+            result = error
+        pipe.send_bytes(pickle.dumps(result))
