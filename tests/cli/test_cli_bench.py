@@ -12,8 +12,12 @@ from fanfold.bench import run, timing
 from fanfold.bench.jobs import LAYERS
 from fanfold.cli import output
 from fanfold.cli.app import app
+from fanfold.cli.bench_model import print_paces
+from fanfold.integrations.transformers.synthetic import MODELS
 from fanfold.layers.experts import Experts
+from fanfold.throughput.pace import EXPERTS
 from samples import sample
+from tiny_synthetic import TINY as TINY_MODEL
 
 TINY = ["--shape", "8,2,64,32", "--format", "gptq4-g32", "--device", "cpu"]
 
@@ -158,7 +162,7 @@ def test_help_names_every_layer() -> None:
         assert name in text
 
 
-MODEL = ["--model", str(sample("gptq-int4")), "--batch", "1,2", "--prompt", "5", "--new", "1", "--device", "cpu"]
+MODEL = ["--model", str(sample("gptq-int4")), "--batch", "1,2x3", "--prompt", "5", "--new", "1", "--device", "cpu"]
 
 
 def test_a_model(tmp_path: Path) -> None:
@@ -166,9 +170,9 @@ def test_a_model(tmp_path: Path) -> None:
     result = call(*MODEL, "--adapter", f"a={sample('adapter-python')}", "--out", str(file))
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
-    assert " ".join(lines[0]).endswith("prompts of 5 tokens, 1 eager decode steps, adapters in turn: 1")
-    assert lines[2] == ["experts", "rows", "prefill", "ms", "step", "ms", "tokens/s", "memory"]
-    assert [line[:2] for line in lines[4:6]] == [["fanfold", "1"], ["fanfold", "2"]]
+    assert " ".join(lines[0]).endswith("bfloat16, 1 decode steps, adapters in turn: 1")
+    assert lines[2] == ["experts", "weights", "batch", "prefill", "ms", "step", "ms", "tokens/s", "memory"]
+    assert [line[:3] for line in lines[4:6]] == [["fanfold", "gptq4-g128-v1", size] for size in ("1x5", "2x3")]
     assert result.stdout.splitlines()[-1] == "batched_mm: no figure, transformers has no experts for gptq weights"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["experts"], row["batch"]) for row in rows[:3]] == [("fanfold", 1), ("fanfold", 2), ("eager", 1)]
@@ -179,4 +183,46 @@ def test_a_model_in_json() -> None:
     assert len(rows) == 8
     assert rows[1]["tokens_per_second"] > 0
     assert call("--model", "nowhere").exit_code == 2
-    assert call(*MODEL[:2], "--batch", "0").exit_code == 2
+    for batch in ("0", "1x0", "x2", "1x", ""):
+        result = call(*MODEL[:2], "--batch", batch, "--json")
+        assert (result.exit_code, json.loads(result.stdout)["found"]) == (2, repr(batch))
+
+
+def test_a_model_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "tiny", TINY_MODEL)
+    options = ["--layers", "1", "--format", "gptq4-g32", "--batch", "2x3", "--new", "1", "--device", "cpu"]
+    result = call("--model", "tiny", *options)
+    assert result.exit_code == 0
+    assert "tiny, 1 layers of random weights" in result.stdout
+    lines = [line.split()[:3] for line in result.stdout.splitlines() if "2x3" in line]
+    assert lines == [["fanfold", "gptq4-g32", "2x3"], *([name, "bf16", "2x3"] for name in EXPERTS[1:])]
+
+
+def test_steps_of_graphs_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "gpu": "NVIDIA H200",
+        "dtype": "bfloat16",
+        "new": 16,
+        "adapters": 0,
+        "model": "qwen3-30b",
+        "layers": 48,
+        "experts": "grouped_mm",
+        "weights": "gptq4-g128",
+        "batch": 8,
+        "prompt": 2048,
+        "prefill_ms": 1088.81,
+        "decode_ms": 112.44,
+        "tokens_per_second": 71.1,
+        "graph_ms": 11.2,
+        "graph_tokens_per_second": 714.3,
+        "graph_refused": None,
+        "peak_bytes": 71 * 10**9,
+        "refused": None,
+    }
+    refused = row | {"experts": "eager", "graph_ms": None, "graph_tokens_per_second": None, "graph_refused": "waits"}
+    print_paces([row, refused])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "8x2048 1,089 112.4 11.2 714.3 71.0 GB" in " ".join(lines[5].split())
+    assert "8x2048 1,089 112.4 71.1 71.0 GB" in " ".join(lines[6].split())
+    assert lines[-1] == "eager: no graph, waits"

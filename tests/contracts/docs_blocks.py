@@ -39,7 +39,7 @@ MASKS = {
         "bench": [
             (r"^.*?, \d+ CPUs?  ", "machine "),
             (r"^ +(\w\S* +)?(\d+) +[\d,.]+ +\d+% [^\n]*", r"\1 \2"),  # format or implementation, tokens
-            (r"^ +([a-z_]+) +(\d+)(?: +[\d,.e+]+){3} *$", r"\1 \2"),  # whose experts, rows
+            (r"^ *([a-z_]+) +(\S+) +(\d+x\d+)(?: +[\d,.e+]+){3} *$", r"\1 \2 \3"),  # whose experts, weights, batch
         ],
         "routing": [(r"[\u00b7\u2581-\u2588]{2,}( +\d+(\.\d+)?%?)+", "bars")],  # a near tie of two experts
         "doctor": [

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fanfold.cli.bench_model import bench_model, print_paces
+from fanfold.cli.bench_model import batch_sizes, bench_model, print_paces
 from fanfold.cli.bench_rows import append, read
 from fanfold.cli.output import err, errors_reported, human_bytes, out, print_json, progress_bar
 from fanfold.cli.pairs import adapter_folders
@@ -92,11 +92,21 @@ def bench(
         DeviceName | None, typer.Option(help="Where to run.", show_default="cuda where there is one")
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="CHECKPOINT", help="A whole model, beside transformers' own experts.", show_default=False),
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINT|NAME",
+            help="A whole model, beside transformers' own experts; qwen3-30b: of random weights.",
+            show_default=False,
+        ),
     ] = None,
-    batch: Annotated[str, typer.Option(metavar="B,B,...", help="With --model: rows of a batch.")] = "1,4",
-    prompt: Annotated[int, typer.Option(min=1, help="With --model: tokens of a row.")] = 64,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --model NAME: how many of its layers.", show_default="all"),
+    ] = None,
+    batch: Annotated[
+        str, typer.Option(metavar="B[xP],...", help="With --model: rows of a batch, and tokens of a row.")
+    ] = "1,4",
+    prompt: Annotated[int, typer.Option(min=1, help="With --model: tokens of a row where --batch has none.")] = 64,
     new: Annotated[int, typer.Option(min=1, help="With --model: decode steps to time.")] = 16,
     adapter: Annotated[
         list[str] | None,
@@ -122,9 +132,17 @@ def bench(
     """Time an expert layer of random weights, or a model; a figure that fails its check is not printed, and exits 1."""
     if model is not None:
         with errors_reported(as_json):
-            sizes = token_counts(batch, "--batch"), prompt, new
-            where = None if device is None else device.value
-            paces = bench_model(model, *sizes, adapter_folders(adapter or []), where)
+            paces = bench_model(
+                model,
+                batches=batch_sizes(batch, prompt),
+                new=new,
+                adapters=adapter_folders(adapter or []),
+                formats=weight_format or ["gptq4-g128"],
+                layers=layers,
+                random_adapters=adapters,
+                rank=rank,
+                device=None if device is None else device.value,
+            )
             if file is not None:
                 for pace in paces:
                     append(file, pace)
@@ -175,7 +193,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def token_counts(text: str, option: str = "--tokens") -> list[int]:
+def token_counts(text: str) -> list[int]:
     """The numbers of `1,16,256`.
 
     Raises:
@@ -185,10 +203,10 @@ def token_counts(text: str, option: str = "--tokens") -> list[int]:
     counts = [int(part) for part in parts if part.strip().isdecimal()]
     if len(counts) != len(parts) or min(counts) < 1:
         raise ArgumentError(
-            option,
+            "--tokens",
             found=repr(text),
             expected="numbers from 1 on, with commas between them",
-            next_step=f"E.g. {option} 1,16,256.",
+            next_step="E.g. --tokens 1,16,256.",
         )
     return counts
 
