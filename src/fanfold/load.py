@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def load_experts(
     implementation: str = "auto",
     batch_invariant: bool = False,
     activation_format: str = AUTO,
+    experts: Sequence[int] | None = None,
 ) -> Experts:
     """The experts of one layer of a checkpoint, packed, without transformers.
 
@@ -38,6 +40,8 @@ def load_experts(
         implementation: "auto", or the name of one: see Experts.
         batch_invariant: see Experts.
         activation_format: see Experts; "auto" does as the checkpoint says.
+        experts: those to read, in that order, as the experts 0, 1, ... of the result; no bytes of others are read.
+            None: all. fanfold.distributed.load_experts makes one layer of the parts of several processes.
 
     Returns:
         A fanfold.Experts.
@@ -46,7 +50,7 @@ def load_experts(
         MissingFileError, CorruptFileError, ConfigError, TensorError, UnsupportedError: see fanfold.errors; each names
             the file or tensor.
         MissingExpertsError: the layer has no experts, or not all of them.
-        ArgumentError: a device, dtype or implementation that does not exist.
+        ArgumentError: a device, dtype, implementation or expert that does not exist.
         UnavailableError: the device is not there, or no implementation runs on it.
         DeviceMemoryError: it has no room for the weights.
     """
@@ -56,7 +60,7 @@ def load_experts(
     chosen = compute_dtype(checkpoint, dtype)
     activation = checkpoint.config.activation
     options = Options(chosen, target, implementation, batch_invariant, activation_format)
-    return build_experts(checkpoint, layer, activation, options)
+    return build_experts(checkpoint, layer, activation, options, experts=experts)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -80,12 +84,26 @@ class Options:
 
 
 def build_experts(
-    checkpoint: Checkpoint, layer: int, activation: Activation, options: Options, path: str | None = None
+    checkpoint: Checkpoint,
+    layer: int,
+    activation: Activation,
+    options: Options,
+    path: str | None = None,
+    experts: Sequence[int] | None = None,
 ) -> Experts:
-    """Reads one layer's experts onto a device; `path` is the module's name in the model (None: as in the file)."""
+    """Reads one layer's experts onto a device, all or some of them.
+
+    Args:
+        checkpoint: where from.
+        layer: its number.
+        activation: between gate_up and down.
+        options: how they are to run.
+        path: the module's name in the model; None: as in the file.
+        experts: those to read; None for all.
+    """
     tensors = checkpoint.layer(layer)
-    experts = Experts(
-        checkpoint.read_experts(layer),
+    made = Experts(
+        checkpoint.read_experts(layer, experts),
         activation,
         dtype=options.dtype,
         batch_invariant=options.batch_invariant,
@@ -94,8 +112,8 @@ def build_experts(
         interleaved=checkpoint.config.interleaved,
         transposed=checkpoint.config.transposed,
     )
-    experts.requested = options.implementation  # the host that reads may be another device than the one that runs
-    return experts.to(options.device)
+    made.requested = options.implementation  # the host that reads may be another device than the one that runs
+    return made.to(options.device)
 
 
 def checked_device(device: str | torch.device, implementation: str) -> torch.device:

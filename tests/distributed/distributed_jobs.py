@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fanfold.distributed import ExpertParallel, Placement
+from fanfold.distributed import ExpertParallel, ExpertPlan, Placement, load_experts
+from fanfold.integrations.transformers.model import load_model
 from fanfold.layers.experts import Experts
 from fanfold.spec import ExpertWeights
 from fanfold.spec.weights import ProjectionWeights
-from samples import SILU, numbers, random_experts, random_routing
+from samples import SILU, logits, numbers, random_experts, random_routing
 
 EXPERTS, TOP_K, TOKENS, HIDDEN, INTERMEDIATE = 8, 3, 9, 64, 32
 
@@ -53,3 +55,28 @@ def spread(name: str, dtype: torch.dtype, placement: Placement | None = None, **
 def forward(name: str, dtype: torch.dtype, placement: Placement | None, tokens: int, options: dict[str, Any]) -> Tensor:
     """The layer's result where all ranks have the same tokens."""
     return spread(name, dtype, placement, **options)(*batch(dtype, tokens))
+
+
+def bytes_read() -> int:
+    """What this process has read with system calls since it began."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def load_layer(path: Path, plan: dict[str, Any]) -> tuple[Tensor, int, int]:
+    """The result for a batch of three tokens, bytes that were read for it, and how many experts are here."""
+    load_experts(path, 1, ExpertPlan(**plan))  # imports what it needs
+    before = bytes_read()
+    experts = load_experts(path, 1, ExpertPlan(**plan))
+    read = bytes_read() - before
+    x = numbers(3, experts.shape.hidden).to(experts.dtype)
+    return experts(x, *random_routing(3, 2, experts.shape.num_experts)), read, experts.experts.shape.num_experts
+
+
+def load_whole(path: Path, tokens: Tensor, plan: dict[str, Any]) -> tuple[Tensor, int, list[str]]:
+    """Logits, bytes that were read, and the formats of the experts."""
+    load_model(path, parallel=ExpertPlan(**plan))
+    before = bytes_read()
+    model = load_model(path, parallel=ExpertPlan(**plan))
+    read = bytes_read() - before
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
+    return logits(model, tokens), read, [layer.experts.formats[0].name for layer in layers]

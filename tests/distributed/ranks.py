@@ -27,7 +27,9 @@ class Ranks:
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "torch.distributed", "fanfold.distributed", "distributed_jobs"])
+        context.set_forkserver_preload(
+            ["pytest", "distributed_jobs", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+        )
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
         self._pipes: list[Connection] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from fanfold.distributed.peers import Peers
 from fanfold.distributed.places import Places
+
+ExchangeName = Literal["all_reduce"]
+EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
 
 class RunExperts(Protocol):

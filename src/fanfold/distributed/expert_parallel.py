@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fanfold.distributed.exchange import AllReduce, ByRow, Exchange
+from fanfold.distributed.exchange import EXCHANGES, AllReduce, ByRow, Exchange, ExchangeName
 from fanfold.distributed.peers import peers_of
 from fanfold.distributed.placement import Placement
 from fanfold.distributed.places import Places
@@ -18,9 +18,8 @@ from fanfold.errors import ArgumentError
 from fanfold.layers.arguments import check_call
 from fanfold.layers.experts import Experts
 from fanfold.layers.op import number_of
-
-ExchangeName = Literal["all_reduce"]
-EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
+from fanfold.lora.rows import Rows
+from fanfold.lora.site import ExpertPairs, Site
 
 
 class ExpertParallel(nn.Module):
@@ -75,6 +74,46 @@ class ExpertParallel(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights and activations."""
         return self.experts.device
+
+    @property
+    def hidden_order(self) -> Tensor | None:
+        """See lora.site.OrderedSite; of this rank's experts."""
+        return self.experts.hidden_order
+
+    @property
+    def held(self) -> Mapping[int, int]:
+        """See lora.site.PartialSite."""
+        return {expert: number for number, expert in enumerate(self.placement.ranks[self.peers.rank])}
+
+    @property
+    def adapter_sites(self) -> Mapping[str, Site]:
+        """This layer as the only place of an adapter pool of its own."""
+        return {self.path: self}
+
+    @property
+    def adapter_rows(self) -> Rows:
+        """Which adapter each row of the running batch uses, on this rank."""
+        return self.experts.adapter_rows
+
+    @adapter_rows.setter
+    def adapter_rows(self, rows: Rows) -> None:
+        self.experts.adapter_rows = rows
+
+    def reserve(self, slots: int, max_rank: int) -> None:
+        """Makes room for a pool of so many slots and ranks; all slots are empty then."""
+        self.experts.reserve(slots, max_rank)
+
+    def unknown_ids(self) -> int:
+        """Tokens seen by this rank with an adapter id that is no slot's; counted on a GPU alone."""
+        return self.experts.unknown_ids()
+
+    def put(self, slot: int, pairs: ExpertPairs) -> None:
+        """Fills a slot with pairs of this rank's experts, by their numbers here: see fanfold.Experts."""
+        self.experts.put(slot, pairs)
+
+    def drop(self, slot: int) -> None:
+        """Empties a slot."""
+        self.experts.drop(slot)
 
     @property
     def implementation(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fanfold.errors import MissingExpertsError, TensorError, UnsupportedError
+from fanfold.errors import ArgumentError, MissingExpertsError, TensorError, UnsupportedError
 from fanfold.formats.config import ModelConfig
 from fanfold.formats.experts import LayerTensors, ProjectionInfo, find_experts
 from fanfold.formats.files import CheckpointFiles, read_json
@@ -31,6 +32,10 @@ class Projection(Protocol):
     @property
     def info(self) -> ProjectionInfo:
         """Format and sizes, as far as headers tell."""
+        ...
+
+    def of(self, experts: Sequence[int]) -> Projection:
+        """Some experts alone, in that order."""
         ...
 
     def describe(self, files: CheckpointFiles) -> ProjectionInfo:
@@ -103,18 +108,32 @@ class Checkpoint:
         found = {"gate_up": gate_up.describe(self.files), "down": down.describe(self.files)}
         return {name: replace(info, activations=self._activations(layer, name)) for name, info in found.items()}
 
-    def read_experts(self, layer: int) -> ExpertWeights:
+    def num_experts(self, layer: int) -> int:
+        """E of a layer, as its tensors have it."""
+        tensors = self.layer(layer)
+        fused = [self.files.infos[name].shape[0] for suffixes in tensors.fused.values() for name in suffixes.values()]
+        return max([*fused, *(expert + 1 for _, expert in tensors.per_expert)])
+
+    def read_experts(self, layer: int, experts: Sequence[int] | None = None) -> ExpertWeights:
         """The packed experts of one layer, on the CPU.
 
         Beside them, one matrix is in memory at a time (of fused experts: one expert).
 
+        Args:
+            layer: its number.
+            experts: those to read, in that order, and no bytes of others; None for all. All have to be there.
+
         Raises:
+            ArgumentError: `experts` is empty, or names one twice or one that the layer does not have.
             ConfigError: the config says plain of packed tensors, or the reverse.
             MissingExpertsError: experts or projections are absent.
             TensorError: tensors of wrong shapes, dtypes or values, or sizes unlike those of config.json.
             UnsupportedError: a format that is not run.
         """
         gate_up, down = self._find(layer)
+        if experts is not None:
+            self._check_chosen(layer, experts, gate_up.info.num_experts)
+            gate_up, down = gate_up.of(experts), down.of(experts)
         return ExpertWeights(
             replace(gate_up.read(self.files), activations=self._activations(layer, "gate_up")),
             replace(down.read(self.files), activations=self._activations(layer, "down")),
@@ -222,6 +241,15 @@ class Checkpoint:
             down = find_experts(self.files, scheme, tensors, ("down",), config.num_experts)
         self._check_sizes(tensors, gate_up.info, down.info)
         return gate_up, down
+
+    def _check_chosen(self, layer: int, experts: Sequence[int], count: int) -> None:
+        if not experts or len(set(experts)) != len(experts) or min(experts) < 0 or max(experts) >= count:
+            raise ArgumentError(
+                f"{self.path}: experts of layer {layer}",
+                found=str(list(experts)),
+                expected=f"at least one of 0 to {count - 1}, each once",
+                next_step="Leave `experts` out to read all of them.",
+            )
 
     def _check_projections(self, tensors: LayerTensors, expected: set[str]) -> None:
         extra = sorted(tensors.projections - expected)

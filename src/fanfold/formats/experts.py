@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -79,6 +79,10 @@ class ExpertMatrices:
         """Format and sizes; `act_order` is False, as no g_idx has been read."""
         first = self.rows[0][0]
         return ProjectionInfo(first.format, len(self.rows), len(self.rows[0]), first.n, first.k)
+
+    def of(self, experts: Sequence[int]) -> ExpertMatrices:
+        """Some experts alone, in that order."""
+        return ExpertMatrices(tuple(self.rows[expert] for expert in experts))
 
     def describe(self, files: CheckpointFiles) -> ProjectionInfo:
         """Format and sizes, `act_order` as the first expert's g_idx has it."""

@@ -6,8 +6,8 @@ gpt-oss's MXFP4 `gate_up_proj_blocks`/`_scales`, and FP8 with `_scale_inv`. All 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class FusedExperts:
         bias: name of the bias [E, P*N], where there is one.
         transposed: whether the weight is stored (E, inputs, outputs).
         interleaved: whether rows alternate between gate and up.
+        experts: those that are read, by their place in the file.
     """
 
     info: ProjectionInfo
@@ -48,6 +49,12 @@ class FusedExperts:
     bias: str | None
     transposed: bool
     interleaved: bool
+    experts: tuple[int, ...]
+
+    def of(self, experts: Sequence[int]) -> FusedExperts:
+        """Some experts alone, in that order."""
+        chosen = tuple(self.experts[expert] for expert in experts)
+        return replace(self, info=replace(self.info, num_experts=len(chosen)), experts=chosen)
 
     def describe(self, files: CheckpointFiles) -> ProjectionInfo:
         """Format and sizes."""
@@ -65,17 +72,17 @@ class FusedExperts:
         size = (info.num_experts, info.halves)
         stacks: dict[str, Tensor] = {}
         bias = None
-        for e in range(info.num_experts):
+        for e, row in enumerate(self.experts):
             for field, name in self.fields.items():
-                halves = self._halves(files.read(name, e))
+                halves = self._halves(files.read(name, row))
                 if field not in stacks:
                     stacks[field] = halves.new_empty((*size, *halves.shape[1:]))
                 stacks[field][e] = halves
             for p in range(info.halves):
                 matrix = {field: stack[e, p] for field, stack in stacks.items()}
-                check_values(info.format, matrix, f"{files.path}: {self.fields[next(iter(matrix))]}[{e}, {p}]")
+                check_values(info.format, matrix, f"{files.path}: {self.fields[next(iter(matrix))]}[{row}, {p}]")
             if self.bias is not None:
-                halves = self._halves(finite(files, self.bias, e))
+                halves = self._halves(finite(files, self.bias, row))
                 bias = halves.new_empty((*size, info.n)) if bias is None else bias
                 bias[e] = halves
         return ProjectionWeights(info.format, info.n, info.k, stacks, bias)
@@ -126,7 +133,7 @@ def find_fused(
     bias = suffixes.get("bias")
     if bias is not None:
         check_bias(files, bias, (info.num_experts, info.halves * info.n))
-    return FusedExperts(info, fields, bias, transposed, config.interleaved)
+    return FusedExperts(info, fields, bias, transposed, config.interleaved, tuple(range(info.num_experts)))
 
 
 def _format(

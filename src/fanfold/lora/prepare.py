@@ -16,7 +16,7 @@ from fanfold.lora.bind import bind
 from fanfold.lora.convert import convert, stored_bytes
 from fanfold.lora.description import pairs_of
 from fanfold.lora.files import AdapterFile
-from fanfold.lora.site import ExpertSite, Pairs, Site
+from fanfold.lora.site import ExpertSite, Pairs, PartialSite, Site
 from fanfold.lora.streams import loading_on, used_by_current_stream
 from fanfold.spec import LoraPair
 
@@ -41,9 +41,18 @@ def prepare(path: str | Path, sites: Mapping[str, Site], max_rank: int) -> dict[
             bound = bind(adapter, sites, partial=single_layer)
             for at, pairs in bound.items():
                 _check_ranks(at, pairs, max_rank)
-            return _converted(bound, sites, file)
+            here = {at: _held(pairs, sites[at]) for at, pairs in bound.items()}
+            return _converted({at: pairs for at, pairs in here.items() if pairs_of(pairs)}, sites, file)
     except FanfoldError as error:
         raise of_file(error, str(path)) from error
+
+
+def _held(pairs: Pairs, site: Site) -> Pairs:
+    """The pairs of the experts that are in this process, by their numbers here."""
+    if isinstance(pairs, LoraPair) or not isinstance(site, PartialSite):
+        return pairs
+    held = site.held
+    return {(half, held[expert]): pair for (half, expert), pair in pairs.items() if expert in held}
 
 
 def _converted(bound: Mapping[str, Pairs], sites: Mapping[str, Site], file: AdapterFile) -> dict[str, Pairs]:
@@ -55,8 +64,9 @@ def _converted(bound: Mapping[str, Pairs], sites: Mapping[str, Site], file: Adap
                 lambda pairs=pairs, device=sites[at].device: file.fetch(_tensors(pairs), device)
                 for at, pairs in bound.items()
             ]
-            coming = reader.submit(ahead[0])
+            coming = reader.submit(ahead[0]) if ahead else None
             for number, (at, pairs) in enumerate(bound.items()):
+                assert coming is not None
                 fetched = coming.result()
                 if number + 1 < len(ahead):
                     coming = reader.submit(ahead[number + 1])

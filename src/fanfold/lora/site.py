@@ -96,6 +96,16 @@ class OrderedSite(Protocol):
 
 
 @runtime_checkable
+class PartialSite(Protocol):
+    """Experts of a layer some of which are in another process, which puts their pairs there."""
+
+    @property
+    def held(self) -> Mapping[int, int]:
+        """Expert of the layer -> its number here, by which `put` knows it. Pairs of others are not read."""
+        ...
+
+
+@runtime_checkable
 class LinearSite(Site, Protocol):
     """A plain module: y [.., out_features] from x [.., in_features]. Routers too, whose out_features is E."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fanfold.distributed.expert_parallel import ExpertParallel
 from fanfold.integrations.transformers.quantizer import modules_of
 from fanfold.layers.experts import Experts
 from fanfold.layers.linear import Linear, Router
@@ -37,7 +38,9 @@ def attach_adapters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _sites(model: PreTrainedModel, rows: Rows, dtype: torch.dtype) -> dict[str, Site]:
     sites: dict[str, Site] = {}
     for path, module in modules_of(model):
-        if isinstance(module, Experts):
+        if isinstance(sites.get(path.rpartition(".")[0]), ExpertParallel):
+            continue  # this rank's part of experts that are one site
+        if isinstance(module, Experts | ExpertParallel):
             module.adapter_rows = rows
             sites[path] = module
             router_path, router = _router(model, path, module)
@@ -48,7 +51,7 @@ def _sites(model: PreTrainedModel, rows: Rows, dtype: torch.dtype) -> dict[str, 
     return sites
 
 
-def _router(model: PreTrainedModel, path: str, experts: Experts) -> tuple[str, nn.Module | None]:
+def _router(model: PreTrainedModel, path: str, experts: Experts | ExpertParallel) -> tuple[str, nn.Module | None]:
     """The router beside the experts, where it holds a weight [E, H] of its own (a Linear is one anyway)."""
     parent = path.rpartition(".")[0]
     for name, module in model.get_submodule(parent).named_children():

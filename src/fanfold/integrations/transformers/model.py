@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from fanfold.distributed.loading import loading, spread_layer
+from fanfold.distributed.plan import ExpertPlan
 from fanfold.errors import ConfigError, FanfoldError, TensorError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.matrix import BESIDE
@@ -83,6 +86,7 @@ def load_model(
     batch_invariant: bool = False,
     activation_format: str = AUTO,
     progress: Progress | None = None,
+    parallel: ExpertPlan | None = None,
 ) -> Any:
     """A transformers model whose experts are fanfold's and stay packed; all else is transformers' own.
 
@@ -97,6 +101,8 @@ def load_model(
         batch_invariant: see fanfold.Experts.
         activation_format: of the experts, see fanfold.Experts; "auto" does as the checkpoint says.
         progress: called with (done, total, what) while loading.
+        parallel: spreads the experts over the ranks of a process group, all else being on every rank; a collective
+            call then: all ranks load, or none. None: all experts are here.
 
     Returns:
         The model (of the class its config.json names), in evaluation mode, without gradients.
@@ -107,21 +113,24 @@ def load_model(
         ArgumentError: a device, dtype or implementation that does not exist.
         UnavailableError: the device is not there, or no implementation runs on it.
         DeviceMemoryError: it has no room for the weights.
+        RankError: another rank failed, is gone, or reads another checkpoint.
     """
-    target = checked_device(device, implementation)
-    check_name(activation_format)
-    checkpoint = open_checkpoint(path)
-    chosen = compute_dtype(checkpoint, dtype)
+    with nullcontext() if parallel is None else loading(path, parallel):
+        target = checked_device(device, implementation)
+        check_name(activation_format)
+        checkpoint = open_checkpoint(path)
+        chosen = compute_dtype(checkpoint, dtype)
+        model = _without_experts(checkpoint, chosen)
+        places = [(name, place) for name, place in modules_of(model) if isinstance(place, EmptyPlace)]
+        check_layers(checkpoint, model, places)
     options = Options(chosen, target, implementation, batch_invariant, activation_format)
-    model = _without_experts(checkpoint, chosen)
-    places = [(name, place) for name, place in modules_of(model) if isinstance(place, EmptyPlace)]
-    check_layers(checkpoint, model, places)
     for done, (name, place) in enumerate(places):
         if progress is not None:
             progress(done, len(places), f"experts of {name}")
         original = place.original[0]
         activation = activation_of(original)
-        experts = build_experts(checkpoint, layer_number(name), activation, options, name)
+        what = checkpoint, layer_number(name), activation, options
+        experts = build_experts(*what, name) if parallel is None else spread_layer(*what, parallel, name)
         check_place(checkpoint, name, original, experts)
         model.set_submodule(name, experts)
     if progress is not None:

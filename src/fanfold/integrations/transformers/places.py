@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 from transformers import PreTrainedModel
 
+from fanfold.distributed.expert_parallel import ExpertParallel
 from fanfold.errors import MissingExpertsError, TensorError, UnsupportedError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.integrations.transformers.quantizer import EmptyPlace
@@ -119,7 +120,7 @@ def no_places(checkpoint: Checkpoint, model_class: str, found: str) -> Unsupport
     )
 
 
-def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, experts: Experts) -> None:
+def check_place(checkpoint: Checkpoint, name: str, original: nn.Module, experts: Experts | ExpertParallel) -> None:
     """The experts have the sizes, and biases where, the model's own would have.
 
     Raises:
