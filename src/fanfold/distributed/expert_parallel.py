@@ -81,7 +81,7 @@ class ExpertParallel(nn.Module):
         return self.experts.hidden_order
 
     @property
-    def held(self) -> Mapping[int, int]:
+    def experts_here(self) -> Mapping[int, int]:
         """See lora.site.PartialSite."""
         return {expert: number for number, expert in enumerate(self.placement.ranks[self.peers.rank])}
 

@@ -51,7 +51,7 @@ def _held(pairs: Pairs, site: Site) -> Pairs:
     """The pairs of the experts that are in this process, by their numbers here."""
     if isinstance(pairs, LoraPair) or not isinstance(site, PartialSite):
         return pairs
-    held = site.held
+    held = site.experts_here
     return {(half, held[expert]): pair for (half, expert), pair in pairs.items() if expert in held}
 
 

@@ -100,7 +100,7 @@ class PartialSite(Protocol):
     """Experts of a layer some of which are in another process, which puts their pairs there."""
 
     @property
-    def held(self) -> Mapping[int, int]:
+    def experts_here(self) -> Mapping[int, int]:
         """Expert of the layer -> its number here, by which `put` knows it. Pairs of others are not read."""
         ...
 
