@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from fanfold.distributed import ExpertParallel, ExpertPlan, Placement, load_experts
+from fanfold.integrations.transformers import register
 from fanfold.integrations.transformers.model import load_model
 from fanfold.layers.experts import Experts
 from fanfold.spec import ExpertWeights
@@ -80,3 +84,17 @@ def load_whole(path: Path, tokens: Tensor, plan: dict[str, Any]) -> tuple[Tensor
     read = bytes_read() - before
     layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     return logits(model, tokens), read, [layer.experts.formats[0].name for layer in layers]
+
+
+def load_with_transformers(path: Path, tokens: Tensor, implementation: str) -> tuple[Tensor, int]:
+    """Logits of a model that transformers has loaded and spread, and how many experts are here."""
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
+    register()
+    size = dist.get_world_size()
+    config: Any = AutoConfig.from_pretrained(path)
+    # transformers 5.24 wants a rule for tp_size > 1: one under which attention stays whole on every rank.
+    config.base_model_tp_plan = {"layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
+    evenly = DistributedConfig(tp_size=size, ep_size=size, ep_implementation=implementation)
+    options: Any = {"experts_implementation": "fanfold", "dtype": torch.bfloat16, "distributed_config": evenly}
+    model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    return logits(model.eval(), tokens), model.model.layers[0].mlp.experts.num_experts

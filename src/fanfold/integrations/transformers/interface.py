@@ -5,6 +5,7 @@ transformers loads and holds the weights; each call hands them over as they lie.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,8 +32,15 @@ def register() -> None:
     Then `AutoModelForCausalLM.from_pretrained(path, experts_implementation="fanfold")`, or
     `model.set_experts_implementation("fanfold")`, runs the experts of a model with bf16, fp16 or fp32 weights through
     torch.ops.fanfold.packed_layer: kernels on a GPU, the reference on a CPU.
+
+    Where transformers spreads experts over ranks (5.20 and later, `distributed_config`), each runs its own the same
+    way, and `DistributedConfig(ep_implementation="fanfold")` adds rows of all ranks to the bits of a single process.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    if find_spec("transformers.distributed.expert_parallel") is not None:
+        from fanfold.integrations.transformers.parallel import register_parallel
+
+        register_parallel()
 
 
 def plain_model(path: str | Path, experts: str, dtype: torch.dtype) -> Any:
@@ -60,7 +68,7 @@ def experts_forward(experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_w
         [T, H] in hidden's dtype.
 
     Raises:
-        UnsupportedError: an activation, dtype or parallel layout that fanfold does not run.
+        UnsupportedError: an activation or dtype that fanfold does not run.
     """
     return packed_layer(hidden, topk_ids, topk_weights, weights_of(experts), _activation(experts))
 
@@ -94,16 +102,9 @@ def weights_of(experts: nn.Module) -> ExpertWeights:
     """The parameters of transformers' stacked experts, as views; gpt-oss's biases are copied.
 
     Raises:
-        UnsupportedError: weights of another dtype, or a part of the experts alone.
+        UnsupportedError: weights of another dtype.
     """
     host = cast("Any", experts)
-    if getattr(host, "_is_expert_parallel", False):
-        raise UnsupportedError(
-            type(experts).__name__,
-            found="experts spread over ranks by transformers",
-            expected="all experts of the layer",
-            next_step="Use another experts_implementation, or load without expert parallelism.",
-        )
     halves = 2 if host.has_gate else 1
     up: Tensor = host.gate_up_proj if host.has_gate else host.up_proj
     down: Tensor = host.down_proj

@@ -86,7 +86,7 @@ def load_model(
     batch_invariant: bool = False,
     activation_format: str = AUTO,
     progress: Progress | None = None,
-    parallel: ExpertPlan | None = None,
+    parallel: ExpertPlan | Any = None,
 ) -> Any:
     """A transformers model whose experts are fanfold's and stay packed; all else is transformers' own.
 
@@ -102,7 +102,8 @@ def load_model(
         activation_format: of the experts, see fanfold.Experts; "auto" does as the checkpoint says.
         progress: called with (done, total, what) while loading.
         parallel: spreads the experts over the ranks of a process group, all else being on every rank; a collective
-            call then: all ranks load, or none. None: all experts are here.
+            call then: all ranks load, or none. A transformers DistributedConfig says the same with tp_size and ep_size
+            of the number of ranks and tp_plan={}. None: all experts are here.
 
     Returns:
         The model (of the class its config.json names), in evaluation mode, without gradients.
@@ -115,7 +116,12 @@ def load_model(
         DeviceMemoryError: it has no room for the weights.
         RankError: another rank failed, is gone, or reads another checkpoint.
     """
-    with nullcontext() if parallel is None else loading(path, parallel):
+    plan = parallel
+    if parallel is not None and not isinstance(parallel, ExpertPlan):
+        from fanfold.integrations.transformers.parallel import plan_of
+
+        plan = plan_of(parallel)
+    with nullcontext() if plan is None else loading(path, plan):
         target = checked_device(device, implementation)
         check_name(activation_format)
         checkpoint = open_checkpoint(path)
@@ -130,7 +136,7 @@ def load_model(
         original = place.original[0]
         activation = activation_of(original)
         what = checkpoint, layer_number(name), activation, options
-        experts = build_experts(*what, name) if parallel is None else spread_layer(*what, parallel, name)
+        experts = build_experts(*what, name) if plan is None else spread_layer(*what, plan, name)
         check_place(checkpoint, name, original, experts)
         model.set_submodule(name, experts)
     if progress is not None:
