@@ -48,6 +48,7 @@ MASKS = {
             (r"^ +tuned .*?(?=^ +\d+ rows)", "tuned "),
             (r"^ +triton cache .*?(?=^Check)", "triton cache\n"),
         ],
+        "export": [(r"(?<=made by ).*", ""), (r"(?<=machine code ).*", "")],
         "all": [
             (r"\d\.\de-\d\d\b", "an error"),
             (r"[ \u2500]+", " "),  # widths of columns
@@ -133,5 +134,5 @@ def rewrite(say: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "FANFOLD_TUNED": os.devnull, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     rewrite(sys.stdout.write)

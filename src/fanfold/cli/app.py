@@ -13,6 +13,7 @@ from fanfold.cli.bench import bench
 from fanfold.cli.demo import demo
 from fanfold.cli.doctor import doctor
 from fanfold.cli.explain import explain
+from fanfold.cli.export import export
 from fanfold.cli.generate import generate
 from fanfold.cli.inspect import inspect
 from fanfold.cli.output import show_warning
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, inspect, verify, quantize, explain, bench, routing, doctor):
+for command in (demo, generate, inspect, verify, quantize, explain, bench, routing, doctor, export):
     app.command()(command)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fanfold.export.formulas import evaluate, names
+from fanfold.spec.activation import KINDS
+
 DTYPES = ("bf16", "fp16", "fp32")
 """Of activations."""
+PROJECTIONS = ("gate_up", "down")
+ACTIVATIONS = ("none", *KINDS)
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "i32": 4, "u64": 8, "u8": 1}
 """Of an element of a buffer."""
 KERNEL_TYPES = {"u64": "*i64"}
@@ -17,7 +23,9 @@ KERNEL_TYPES = {"u64": "*i64"}
 def product(*factors: str) -> str:
     """Formula of the product of formulas."""
     wanted = [factor for factor in factors if factor != "1"] or ["1"]
-    return " * ".join(f"({factor})" if len(wanted) > 1 and " " in factor else factor for factor in wanted)
+    if len(wanted) == 1:
+        return wanted[0]
+    return " * ".join(f"({factor})" if " " in re.sub(r"\(.*\)$", "", factor) else factor for factor in wanted)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Buffer:
         name: in C.
         meaning: in words.
         written: whether the kernel writes to it.
-        optional: whether it may be left out; a choice `with_<name>` then says whether it is there.
+        optional: whether it may be left out; formulas know that as `has_<name>`.
     """
 
     name: str
@@ -105,6 +113,29 @@ class Function:
     numbers: tuple[tuple[str, str], ...] = ()
     derived: tuple[tuple[str, str], ...] = ()
     checks: tuple[Check, ...] = ()
+
+    @property
+    def formulas(self) -> list[tuple[str, str]]:
+        """Derived sizes and choices with a formula, each behind those that it names."""
+        left = dict(self.derived) | {choice.name: choice.formula for choice in self.choices if choice.formula}
+        found: list[tuple[str, str]] = []
+        while left:
+            ready = [name for name in left if not left.keys() & (set(names(left[name])) - {name})]
+            assert ready, f"{self.name}: sizes name each other: {left}"
+            found += [(name, left.pop(name)) for name in ready]
+        return found
+
+    def sizes_of(self, given: Mapping[str, int]) -> dict[str, int]:
+        """All named sizes.
+
+        Args:
+            given: sizes, choices without a formula that are numbers, `arch`, `element_bytes` of activations, and
+                `has_<buffer>` of optional buffers.
+        """
+        found = dict(given)
+        for name, formula in self.formulas:
+            found[name] = evaluate(formula, found)
+        return found
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from fanfold.errors import ArgumentError
 from fanfold.routing.sizes import power_of_two
@@ -32,8 +32,8 @@ _OPERATORS: Mapping[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] =
     ast.Add: ("fanfold_add", operator.add),
     ast.Sub: ("fanfold_sub", operator.sub),
     ast.Mult: ("fanfold_mul", operator.mul),
-    ast.FloorDiv: ("fanfold_div", operator.floordiv),
-    ast.Mod: ("fanfold_mod", operator.mod),
+    ast.FloorDiv: ("fanfold_div", cast(Any, operator.floordiv)),
+    ast.Mod: ("fanfold_mod", cast(Any, operator.mod)),
 }
 _COMPARISONS: Mapping[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.LtE: ("<=", operator.le),

@@ -29,7 +29,7 @@ COMBINE = Function(
     op="combine",
     name="combine",
     meaning="out = act(sum over slots, in slot order, of weight * y2)",
-    sizes=(Size("tokens", "T"), Size("top_k", "k", 1), Size("experts", "E", 1), Size("outputs", "H", 1)),
+    sizes=(Size("tokens", "T"), Size("top_k", "k", 1), Size("experts", "E"), Size("outputs", "H", 1)),
     buffers=(
         Buffer("y2", "[R, H] by row"),
         Buffer("topk_ids", "[T, k]; slots whose id is outside [0, E) add nothing"),

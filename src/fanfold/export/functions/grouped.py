@@ -28,7 +28,7 @@ CODES = (
 SIZES = (
     Size("tokens", "T"),
     Size("top_k", "k, experts a token", 1),
-    Size("experts", "E, experts of these weights", 1),
+    Size("experts", "E, experts of these weights"),
     Size("outputs", "N: I for gate_up (of one half), H for down", 1),
     Size("inputs", "K: H for gate_up, I for down", 1),
 )
@@ -36,7 +36,7 @@ DTYPE = Choice("dtype", "of activations")
 FORMAT = Choice("format", "of the weights, as docs/formats names it")
 TILE = Choice("tile", "rows of a slot of the work list; fanfold_product_tile says which")
 ACTIVATION = Choice("activation", "silu: the output is h = silu(gate) * up; none: y1, gate before up")
-WITH_ASIDE = Choice("with_y1", "1 where rows with an adapter are set aside for the fold", "1 if has_y1 else 0")
+ASIDES = Choice("aside", "1 where rows with an adapter are set aside for the fold", "1 if has_y1 else 0")
 ROWS = ("rows", "tokens * top_k")
 WORK = (
     Buffer("work", "the work list of plan_sort, [slots, 4]"),
@@ -58,7 +58,7 @@ def functions(op: str) -> dict[str, Function]:
 def _functions(op: str) -> tuple[tuple[str, Function], ...]:
     slots, single = ("slots", "rows // tile + experts"), ("slots", "rows")
     up_sizes = (*SIZES, Size("adapter_slots", "slots of the adapter tables; read where y1 is there"))
-    up_choices = (DTYPE, FORMAT, ACTIVATION, WITH_ASIDE)
+    up_choices = (DTYPE, FORMAT, ACTIVATION, ASIDES)
     up_in = (Buffer("x", "hidden states [T, K]"), *CODES, *ASIDE)
     up_out = Buffer("out", "h [R, N], or y1 [R, 2 * N]; positions without an expert are not written", written=True)
     down_in = (Buffer("x", "h [R, K], in the order that gate_up wrote it"), *CODES)
@@ -148,7 +148,7 @@ def _kernel(
     columns = halves if not fused else 1
     width = "outputs" if columns == 1 else "2 * outputs"
     choices: dict[str, str | int] = {"dtype": dtype, "format": fmt.name}
-    choices |= {} if down else {"activation": "silu" if fused else "none", "with_y1": int(aside)}
+    choices |= {} if down else {"activation": "silu" if fused else "none", "aside": int(aside)}
     choices |= {"tile": config.block_t} if planned else {}
     values = {
         **weights.values(fmt, halves),

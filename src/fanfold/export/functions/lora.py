@@ -26,7 +26,7 @@ GATHERED = (
 SIZES = (
     Size("tokens", "T"),
     Size("top_k", "k", 1),
-    Size("experts", "E", 1),
+    Size("experts", "E"),
     Size("adapter_slots", "slots of the tables", 1),
     Size("table_experts", "experts of the tables, at most E"),
     Size("max_rank", "the largest rank of a pair", 1),

@@ -25,7 +25,7 @@ BINS = (32, 64, 128, 256, 512)
 """Experts of a second launch, rounded up; `BINS[-1]` is the largest number exported."""
 ROWS, EXPERTS = 1001, 101
 """Of the launch that is compiled: numbers that the compiler learns nothing from."""
-SIZES = (Size("tokens", "T"), Size("top_k", "k", 1), Size("experts", "E", 1))
+SIZES = (Size("tokens", "T"), Size("top_k", "k", 1), Size("experts", "E"))
 TILE = Choice("tile", "rows of a slot of the work list: that of the product which reads it")
 IDS = Buffer("topk_ids", "expert of each row, [T, k]; rows of ids outside [0, E) come last, and are in no slot")
 OUT = (
