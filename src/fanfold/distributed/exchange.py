@@ -11,7 +11,7 @@ from torch import Tensor
 from fanfold.distributed.peers import Peers
 from fanfold.distributed.places import Places
 
-ExchangeName = Literal["all_reduce"]
+ExchangeName = Literal["all_reduce", "all_to_all"]
 EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 
 

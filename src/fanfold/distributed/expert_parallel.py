@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fanfold.distributed.all_to_all import AllToAll, Bounded
 from fanfold.distributed.exchange import EXCHANGES, AllReduce, ByRow, Exchange, ExchangeName
 from fanfold.distributed.peers import peers_of
 from fanfold.distributed.placement import Placement
@@ -30,11 +31,15 @@ class ExpertParallel(nn.Module):
         group: of torch.distributed; None for all ranks.
         placement: which rank holds which; None: consecutive experts, equally many on each rank.
         exchange: "all_reduce": all ranks have the same tokens, and each runs the rows of its own experts.
+            "all_to_all": each rank has tokens of its own (or none), which travel to their experts and back.
         exact: every (token, slot) row is exchanged by itself, and a token's rows are added in slot order: the bits of a
             single process, where its experts run with the same configs (on a GPU: with batch_invariant=True). False:
             ranks add up what they have of a token, and these sums are exchanged: up to k times fewer bytes. A value
             then differs from the single process's by at most ((R + 1) u + 2 k 2^-24) S: R ranks, u half an ulp of 1 in
             the activations' dtype, S the sum over slots of |weight * y2|.
+        bound: for "all_to_all": the most rows a rank ever has: tokens, times k where `exact`. Sizes are then fixed, all
+            rows go to all ranks, and CUDA graphs can be captured. None: buffers as large as the routing needs, whose
+            sizes the host reads once a call.
 
     Attributes:
         experts: as given.
@@ -42,7 +47,7 @@ class ExpertParallel(nn.Module):
         placement: as given or made.
 
     Raises:
-        ArgumentError: no such exchange, or experts that are not those of the placement.
+        ArgumentError: no such exchange, a bound that it does not take, or experts that are not the placement's.
         RankError: ranks hold layers of unlike sizes, formats, dtypes or placements, or one of them is gone.
         UnavailableError: torch.distributed has not been initialised.
     """
@@ -55,16 +60,20 @@ class ExpertParallel(nn.Module):
         placement: Placement | None = None,
         exchange: ExchangeName = "all_reduce",
         exact: bool = True,
+        bound: int | None = None,
     ) -> None:
         super().__init__()
         self.peers = peers_of(group)
         held = experts.shape.num_experts
         self.placement = Placement.even(held * self.peers.size, self.peers.size) if placement is None else placement
         self.shape = replace(experts.shape, num_experts=self.placement.num_experts)
-        with self.peers.together(f"{experts.path}: experts of all ranks", **self._facts(experts, exchange, exact)):
-            _check(experts, self.placement, self.peers.rank, self.peers.size, exchange)
+        with self.peers.together(
+            f"{experts.path}: experts of all ranks", **self._facts(experts, exchange, exact, bound)
+        ):
+            _check_exchange(exchange, bound)
+            _check(experts, self.placement, self.peers.rank, self.peers.size)
         self.experts = experts
-        self.exchange, self.exact = exchange, exact
+        self.exchange, self.exact, self.bound = exchange, exact, bound
         self.path, self.dtype = experts.path, experts.dtype
         self.interleaved, self.transposed, self.biased = experts.interleaved, experts.transposed, experts.biased
         self.number = number_of(self)
@@ -160,10 +169,16 @@ class ExpertParallel(nn.Module):
 
     def _made(self) -> Exchange:
         places = Places(self.placement, self.peers.rank, self.device)
-        exchange = AllReduce(self.peers, places)
+        exchange: Exchange
+        if self.exchange == "all_reduce":
+            exchange = AllReduce(self.peers, places)
+        elif self.bound is None:
+            exchange = AllToAll(self.peers, places)
+        else:
+            exchange = Bounded(self.peers, places, self.bound)
         return ByRow(exchange, self.shape.num_experts) if self.exact else exchange
 
-    def _facts(self, experts: Experts, exchange: str, exact: bool) -> dict[str, str]:
+    def _facts(self, experts: Experts, exchange: str, exact: bool, bound: int | None) -> dict[str, str]:
         formats = (replace(fmt, act_order=False).name for fmt in experts.formats)  # which may be of single experts
         return {
             "sizes": str(self.shape),
@@ -171,11 +186,11 @@ class ExpertParallel(nn.Module):
             "activation": f"{experts.activation}, {experts.activation_format}",
             "dtype": str(experts.dtype),
             "placement": str(self.placement.ranks),
-            "exchange": f"{exchange}, exact={exact}",
+            "exchange": f"{exchange}, exact={exact}, bound={bound}",
         }
 
 
-def _check(experts: Experts, placement: Placement, rank: int, ranks: int, exchange: str) -> None:
+def _check_exchange(exchange: str, bound: int | None) -> None:
     if exchange not in EXCHANGES:
         raise ArgumentError(
             "ExpertParallel: exchange",
@@ -183,6 +198,16 @@ def _check(experts: Experts, placement: Placement, rank: int, ranks: int, exchan
             expected=f"one of {', '.join(EXCHANGES)}",
             next_step='Pass exchange="all_reduce" where all ranks have the same tokens.',
         )
+    if bound is not None and (bound < 1 or exchange != "all_to_all"):
+        raise ArgumentError(
+            "ExpertParallel: bound",
+            found=f"{bound} for {exchange}",
+            expected="at least 1 row, for all_to_all",
+            next_step="Leave it out for all_reduce, whose sizes are fixed anyway.",
+        )
+
+
+def _check(experts: Experts, placement: Placement, rank: int, ranks: int) -> None:
     found = experts.shape.num_experts
     if len(placement.ranks) != ranks or len(placement.ranks[rank]) != found:
         raise ArgumentError(

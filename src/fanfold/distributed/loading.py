@@ -86,4 +86,6 @@ def spread_layer(
         placement = plan.placement(layer, checkpoint.num_experts(layer), peers.size)
         own = placement.ranks[peers.rank]
         experts = build_experts(checkpoint, layer, activation, options, path, own)
-    return ExpertParallel(experts, peers.group, placement=placement, exchange=plan.exchange, exact=plan.exact)
+    return ExpertParallel(
+        experts, peers.group, placement=placement, exchange=plan.exchange, exact=plan.exact, bound=plan.bound
+    )

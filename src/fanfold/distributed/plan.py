@@ -21,12 +21,14 @@ class ExpertPlan:
         placements: layer -> which rank holds which experts. None: consecutive experts, equally many on each rank.
         exchange: see ExpertParallel.
         exact: see ExpertParallel.
+        bound: see ExpertParallel.
     """
 
     group: ProcessGroup | None = None
     placements: Mapping[int, Placement] | None = None
     exchange: ExchangeName = "all_reduce"
     exact: bool = True
+    bound: int | None = None
 
     def placement(self, layer: int, num_experts: int, ranks: int) -> Placement:
         """The placement of a layer of `num_experts` experts.
