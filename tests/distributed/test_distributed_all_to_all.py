@@ -61,12 +61,6 @@ def test_sums_stay_within_the_tolerance_that_is_stated(dtype: torch.dtype, bound
         assert bool(((y.double() - single("nvfp4", dtype, rank).double()).abs() <= limit).all())
 
 
-def test_more_rows_than_the_bound_are_refused(ranks: Ranks) -> None:
-    ranks.start(forward_own, "bf16", torch.bfloat16, None, {"bound": 12 * TOP_K - 1})
-    if ranks.size == 2:  # no rank has that many
-        assert all(isinstance(found, Tensor) for found in ranks.results())
-
-
 @pytest.fixture
 def fake_group() -> Iterator[Peers]:
     """4 ranks of which this process is number 1, whose collectives do nothing."""
