@@ -45,6 +45,7 @@ def source(compiled: Sequence[Compiled]) -> str:
     """`fanfold_kernels.c`, for C99 with dlopen."""
     archs = ", ".join(dict.fromkeys(made.kernel.arch for made in compiled))
     table = Table(compiled)
+    used = {choice.name for function in functions_of(compiled) for choice in function.choices}
     functions = [function_source(function, table) for function in functions_of(compiled)]
     parts = [
         MADE + '#define _POSIX_C_SOURCE 200809L\n\n#include "fanfold_kernels.h"\n\n'
@@ -59,7 +60,7 @@ def source(compiled: Sequence[Compiled]) -> str:
         f"static const int64_t PRODUCT_TILES[] = {_list(PRODUCT_TILES)};\n",
         f"static const int64_t PRODUCT_MOST_ROWS[] = {_list([most for most, _ in MOST_ROWS])};\n\n",
         *(_text(name) for name in ("driver.c", "sizes.c", "launch.c", "choose.c")),
-        *(_word_table(choice) for choice in WORDS),
+        *(_word_table(choice) for choice in WORDS if choice in used),
         table.source(),
         *functions,
     ]

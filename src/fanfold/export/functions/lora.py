@@ -13,7 +13,7 @@ TABLE = (
     Buffer("table_rank", "ranks, at most max_rank"),
 )
 PLANNED = (
-    Buffer("items", "tiles of rows of lora_order, [items, 4]", optional=True),
+    Buffer("items", "tiles of rows of lora_order, [item_count, 4]", optional=True),
     Buffer("places", "place -> sorted position, of lora_order, [R]", optional=True),
     Buffer("rows_of_places", "place -> row, of lora_order, [R]", optional=True),
 )
@@ -48,7 +48,7 @@ RANK = Choice("block_r", "columns of the rank that a program holds", "16 if max_
 ONE_TILE = Choice("one_tile", "1 where a program folds one tile of outputs", "1 if tiles == 1 else 0")
 ROWS = ("rows", "tokens * top_k")
 PADDED = ("padded_rank", "ceil_div(max_rank, 8) * 8")
-ITEMS = ("items", "rows // tile + min(rows, experts * (adapter_slots + 1)) if has_items else rows")
+ITEMS = ("item_count", "rows // tile + min(rows, experts * (adapter_slots + 1)) if has_items else rows")
 BLOCK_N = (
     "(64 if element_bytes == 4 else 256 if (tile == 8) * (block_r == 16) * ((arch == 90) + (arch == 100)) else 128)"
 )
@@ -69,7 +69,7 @@ ORDER = Function(
         Buffer("expert_offsets", "of plan_sort, [E + 1]"),
         Buffer("sorted_rows", "of plan_sort, [R]"),
         Buffer("adapter_ids", "adapter slot of each token, [T]; outside [0, adapter_slots): the base"),
-        Buffer("items", "(expert or -1, slot or -1, first place, rows), [items, 4]", written=True),
+        Buffer("items", "(expert or -1, slot or -1, first place, rows), [item_count, 4]", written=True),
         Buffer("places", "place -> sorted position, [R]", written=True),
         Buffer("rows_of_places", "place -> row, [R]", written=True),
         Buffer("unknown", "grows by the tokens whose id is >= adapter_slots, [1]", written=True),
@@ -82,7 +82,7 @@ ORDER = Function(
     derived=(
         ROWS,
         ("usual", "2 * ceil_div(rows, max(1, min(rows, experts)))"),
-        ("items", "rows // tile + min(rows, experts * (adapter_slots + 1))"),
+        ("item_count", "rows // tile + min(rows, experts * (adapter_slots + 1))"),
     ),
 )
 _FOLD_CHECKS = (Check("max_rank", str(RANK_TILE), "the largest rank of one launch (use lora_shrink and lora_expand)"),)
@@ -102,7 +102,7 @@ FOLD = Function(
         ROWS,
         ITEMS,
         ("column_tiles", f"ceil_div(outputs, {BLOCK_N})"),
-        ("parts", f"max(1, min(column_tiles, {ENOUGH_PROGRAMS} // max(items, 1)))"),
+        ("parts", f"max(1, min(column_tiles, {ENOUGH_PROGRAMS} // max(item_count, 1)))"),
         ("tiles", "ceil_div(column_tiles, parts)"),
     ),
     checks=(CHECK_TABLE, *_FOLD_CHECKS),

@@ -71,13 +71,13 @@ ORDER_VALUES = {
     "one_slot": Value("-1", "not read"),
     "R": Value("rows", "R"),
     "E": Value("experts", "E"),
-    "total_items": Value("items", "items of the list"),
+    "total_items": Value("item_count", "items of the list"),
     "slots": Value("adapter_slots", "slots of the tables"),
     "top_k": Value("top_k", "rows a token"),
     "programs": Value("ceil_div(usual, chunk)", "programs that share an expert"),
 }
 ROWS = Need("i32", ("rows",))
-ITEMS = Need("i32", ("items", "4"))
+ITEMS = Need("i32", ("item_count", "4"))
 ONE = Need("i32", ("1",))
 
 
@@ -120,7 +120,7 @@ def fold_kernels(arch: str, dtype: str) -> Iterator[Kernel]:
             )  # fmt: skip
             example["ONE_TILE"] = bool(one_tile)
             choices = _choices(dtype, projection, source, tile, rank, activation) | {"one_tile": one_tile}
-            yield _kernel(FOLD, arch, choices, fold_kernel, example, ("items * parts", "1", "1"))
+            yield _kernel(FOLD, arch, choices, fold_kernel, example, ("item_count * parts", "1", "1"))
 
 
 def shrink_kernels(arch: str, dtype: str) -> Iterator[Kernel]:
@@ -135,7 +135,7 @@ def shrink_kernels(arch: str, dtype: str) -> Iterator[Kernel]:
             projection == "gate_up", 0, TOKENS * TOP_K, _unknown(projection, source), False, _number(arch),
         )  # fmt: skip
         choices = _choices(dtype, projection, source, tile, rank)
-        yield _kernel(SHRINK, arch, choices, shrink_kernel, example, ("items * parts", "1", "1"))
+        yield _kernel(SHRINK, arch, choices, shrink_kernel, example, ("item_count * parts", "1", "1"))
 
 
 def expand_kernels(arch: str, dtype: str) -> Iterator[Kernel]:
@@ -154,7 +154,7 @@ def expand_kernels(arch: str, dtype: str) -> Iterator[Kernel]:
             choices = _choices(dtype, projection, source, tile, rank, activation)
             parts = f"ceil_div(outputs, {example['BLOCK_N']})"
             values = {"parts": Value(parts, "programs that share an item")}
-            yield _kernel(EXPAND, arch, choices, expand_kernel, example, (f"items * {parts}", "1", "1"), values)
+            yield _kernel(EXPAND, arch, choices, expand_kernel, example, (f"item_count * {parts}", "1", "1"), values)
 
 
 def _kernel(
