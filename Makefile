@@ -59,7 +59,7 @@ docs-blocks: $(STAMP)
 record: $(STAMP)
 	@rm -f $(VENV)/compiled.jsonl
 	@OMP_NUM_THREADS=1 FANFOLD_RECORD=$(VENV)/compiled.jsonl $(BIN)/python -m pytest -q -n 2 --dist worksteal \
-		tests/kernels tests/routing
+		tests/kernels tests/routing tests/export
 	@LC_ALL=C sort -u $(VENV)/compiled.jsonl > tests/compiled.jsonl
 
 # Not in .venv: its torch may be a build without CUDA. Of the files only those that hold such tests, as that Python may

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from math import inf, log2
 
 from fanfold.errors import ArgumentError
 from fanfold.export.description import DTYPES, Kernel
@@ -98,7 +99,7 @@ def _known(what: str, found: str, offered: Sequence[str]) -> None:
     """Refuses a name that is not offered, with the offered one that is most like it."""
     if found in offered:
         return
-    ranked = sorted(dict.fromkeys(offered), key=lambda name: SequenceMatcher(None, found, name).ratio(), reverse=True)
+    ranked = sorted(dict.fromkeys(offered), key=lambda name: _distance(found, name))
     nearest = f"; nearest: {ranked[0]}" if ranked else ""
     raise ArgumentError(
         what,
@@ -106,3 +107,12 @@ def _known(what: str, found: str, offered: Sequence[str]) -> None:
         expected=f"one of {', '.join(sorted(ranked))}{nearest}" if ranked else f"no {what}: these ops have none",
         next_step="docs/commands/export.md lists ops, formats and configs.",
     )
+
+
+def _distance(found: str, offered: str) -> tuple[float, float]:
+    """How unlike two names are: by their numbers where those alone differ (as in configs), else by their letters."""
+    apart = inf
+    if re.sub(r"\d+", "#", found) == re.sub(r"\d+", "#", offered):
+        pairs = zip(re.findall(r"\d+", found), re.findall(r"\d+", offered), strict=True)
+        apart = sum(abs(log2((1 + int(a)) / (1 + int(b)))) for a, b in pairs)
+    return apart, -SequenceMatcher(None, found, offered).ratio()

@@ -1,0 +1,60 @@
+"""Every exported kernel compiles, fits, leaves operands in flight alone, and spills no more than is known.
+
+Of all ops with int4 weights in groups of 128 and bf16 activations, on every arch; of plans in two launches, which take
+long, one tile on two archs. Kernels of other formats are compiled with every config in tests/kernels/grouped; here with
+one config each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from compiling import ALL_ARCHS, compile_exported
+from fanfold.export.description import Kernel
+from fanfold.export.functions import weights
+from fanfold.export.plan import OPS, plan
+from fanfold.spec.arch import SHARED_BYTES
+
+SPILLS = {
+    "sm_80": {"grouped_int4_gate_up-bf16-gptq4-g128-silu-aside1-tile32": 8},
+    "sm_90": {"grouped_int4_gate_up-bf16-gptq4-g128-silu-aside1-tile128": 8},
+}
+"""Bytes a thread. The manifest says so, too; these configs are those that the library selects."""
+ONE_LAUNCH = [op for op in OPS if not op.startswith("grouped") and op != "plan_sort_many"]
+
+
+def exported(arch: str) -> Iterator[Kernel]:
+    yield from plan([arch], [*ONE_LAUNCH, "grouped_int4"], formats=["gptq4-g128"])
+    if arch in ("sm_80", "sm_90"):
+        for kernel in plan([arch], ["plan_sort_many"]):
+            if kernel.choices.get("tile", 64) == 64:
+                yield kernel
+
+
+def check(kernels: Iterator[Kernel], arch: str, known: dict[str, int]) -> int:
+    """Fails where a kernel is not sound; the number of kernels."""
+    spills: dict[str, int] = {}
+    count = 0
+    for kernel in kernels:
+        resources = compile_exported(kernel)
+        assert resources.shared <= SHARED_BYTES[arch], resources
+        assert resources.hazards == () or kernel.hazard_test is not None, resources
+        if resources.stack:
+            spills[kernel.id.removesuffix(f"-{arch}")] = resources.stack
+        count += 1
+    assert spills == known
+    return count
+
+
+@ALL_ARCHS
+def test_every_exported_kernel(arch: str) -> None:
+    assert check(exported(arch), arch, SPILLS.get(arch, {})) >= 170
+
+
+@pytest.mark.parametrize("op", [op for op in weights.FORMATS if op != "grouped_int4"])
+def test_other_formats(op: str) -> None:
+    """The smallest tile of down and of gate_up, with the activation and without."""
+    kernels = (k for k in plan([90], [op]) if k.choices.get("tile") == 16 and not k.choices.get("aside"))
+    assert check(kernels, "sm_90", {}) >= 3
