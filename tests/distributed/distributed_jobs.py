@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from fanfold.distributed import ExpertParallel, ExpertPlan, Placement, load_experts
+from fanfold.errors import DeviceMemoryError, FanfoldError
 from fanfold.integrations.transformers import register
 from fanfold.integrations.transformers.model import load_model
 from fanfold.layers.experts import Experts
-from fanfold.spec import ExpertWeights
+from fanfold.lora.files import AdapterFile, Fetched
+from fanfold.lora.pool import AdapterPool
+from fanfold.spec import ExpertShape, ExpertWeights
 from fanfold.spec.weights import ProjectionWeights
 from samples import SILU, logits, numbers, random_experts, random_routing
 
@@ -109,3 +113,83 @@ def forward_own(name: str, dtype: torch.dtype, placement: Placement | None, opti
     """The layer's result for tokens of this rank alone."""
     rank = dist.get_rank()
     return spread(name, dtype, placement, exchange="all_to_all", **options)(*batch(dtype, tokens_of(rank), rank))
+
+
+def folder_of(rank: int, folders: dict[int, Path], path: Path) -> Path:
+    """What a rank is given in place of `path`, where it is given something else."""
+    return folders.get(rank, path)
+
+
+def adapted(
+    path: Path, adapters: dict[str, Path], names: list[list[str | None]], plan: dict[str, Any]
+) -> tuple[Tensor, int, dict[str, int]]:
+    """A layer's result with adapters, bytes of pairs read for the last of them, and its pairs here.
+
+    Every rank has tokens of its own where `names` has a list for each, else all have the same.
+    """
+    experts = load_experts(path, 1, ExpertPlan(**plan))
+    pool = AdapterPool(experts, slots=len(adapters))
+    read = 0
+    fetch = AdapterFile.fetch
+
+    def counting(file: AdapterFile, *what: Any) -> Fetched:
+        nonlocal read
+        fetched = fetch(file, *what)
+        read += len(fetched.host)
+        return fetched
+
+    AdapterFile.fetch = counting
+    for name, folder in adapters.items():
+        read = 0
+        pool.load(name, folder)
+    AdapterFile.fetch = fetch
+    rank = dist.get_rank() if len(names) > 1 else 0
+    with pool.using(names[rank]):
+        y = experts(*adapted_batch(experts.shape, experts.dtype, len(names[rank]), rank))
+    return y, read, cast("dict[str, int]", pool.info()[-1]["targets"])
+
+
+def adapted_batch(shape: ExpertShape, dtype: torch.dtype, tokens: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, ids and weights of a rank."""
+    return numbers(tokens, shape.hidden, seed=rank).to(dtype), *random_routing(tokens, 2, shape.num_experts, rank)
+
+
+def adapted_model(path: Path, adapters: dict[str, Path], names: list[str | None], tokens: Tensor) -> Tensor:
+    """Logits of a whole model."""
+    model = load_model(path, parallel=ExpertPlan())
+    for name, folder in adapters.items():
+        model.adapters.load(name, folder)
+    with model.adapters.using(names):
+        return logits(model, tokens)
+
+
+def pool_steps(path: Path, adapter: Path, others: dict[int, Path]) -> list[str]:
+    """What a pool says of steps that one rank can't make, and what it holds after each."""
+    experts = load_experts(path, 1)
+    pool, rank = AdapterPool(experts, slots=2), dist.get_rank()
+    said: list[str] = []
+
+    def attempt(step: Callable[[], Any]) -> None:
+        try:
+            step()
+            said.append(f"done: {pool.names()}")
+        except FanfoldError as error:
+            said.append(f"{type(error).__name__}: {error.found}: {pool.names()}")
+
+    attempt(lambda: pool.load("a", folder_of(rank, others, adapter)))
+    attempt(lambda: pool.load("b" if rank else "a", adapter))
+    attempt(lambda: pool.load("a", adapter))
+    put = Experts.put
+    if rank == 1:
+        Experts.put = _no_room
+    attempt(lambda: pool.load("c", adapter))
+    Experts.put = put
+    said.append(str(sorted({slot for pairs in experts.experts.pairs.values() for slot, _ in pairs})))
+    with pool.using(["a"] if rank else [None]):
+        attempt(lambda: pool.unload("a"))
+    attempt(lambda: pool.unload("a"))
+    return said
+
+
+def _no_room(*_: object) -> None:
+    raise DeviceMemoryError("device", found="no room", expected="room", next_step="Free some.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fanfold.distributed.all_to_all import AllToAll, Bounded
+from fanfold.distributed.digest import digest
 from fanfold.distributed.exchange import EXCHANGES, AllReduce, ByRow, Exchange, ExchangeName
 from fanfold.distributed.peers import peers_of
 from fanfold.distributed.placement import Placement
@@ -21,6 +24,8 @@ from fanfold.layers.experts import Experts
 from fanfold.layers.op import number_of
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import ExpertPairs, Site
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class ExpertParallel(nn.Module):
@@ -107,6 +112,12 @@ class ExpertParallel(nn.Module):
     @adapter_rows.setter
     def adapter_rows(self, rows: Rows) -> None:
         self.experts.adapter_rows = rows
+
+    def together(self, what: str, folder: Path | None = None, /, **facts: str) -> AbstractContextManager[None]:
+        """See lora.agreement.Together."""
+        if folder is not None:
+            facts["files"] = digest([folder / name for name in ADAPTER_FILES])
+        return self.peers.together(what, **facts)
 
     def reserve(self, slots: int, max_rank: int) -> None:
         """Makes room for a pool of so many slots and ranks; all slots are empty then."""

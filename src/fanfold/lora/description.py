@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 from fanfold.lora.site import Pairs
 from fanfold.spec import LoraPair
@@ -32,3 +35,23 @@ def described(pairs_of_sites: Mapping[str, Pairs]) -> dict[str, object]:
         "targets": {kind: targets[kind] for kind in ("gate", "up", "down", "linear")},
         "bytes": sum(memory.values()),
     }
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """An adapter in a slot.
+
+    Attributes:
+        slot: its number.
+        path: the directory.
+        pairs: by site.
+    """
+
+    slot: int
+    path: Path
+    pairs: Mapping[str, Pairs]
+
+    @cached_property
+    def facts(self) -> dict[str, object]:
+        """What `described` says of the pairs; thousands have to be looked at for it."""
+        return described(self.pairs)

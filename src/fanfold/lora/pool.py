@@ -7,32 +7,19 @@ import weakref
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from fanfold.errors import ArgumentError
 from fanfold.lora import refusals
-from fanfold.lora.description import described
+from fanfold.lora.agreement import agreement_of
+from fanfold.lora.description import Loaded
 from fanfold.lora.naming import BASE, check_name, checked_names
 from fanfold.lora.prepare import prepare
 from fanfold.lora.rows import Rows
 from fanfold.lora.site import Pairs, Site
 from fanfold.lora.streams import loading_on, settle
 from fanfold.spec.lora import MOST_RANK
-
-
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    slot: int
-    path: Path
-    pairs: Mapping[str, Pairs]
-
-    @cached_property
-    def facts(self) -> dict[str, object]:
-        """What `described` says of the pairs; thousands have to be looked at for it."""
-        return described(self.pairs)
 
 
 class AdapterPool:
@@ -50,6 +37,9 @@ class AdapterPool:
 
     A new pool takes the place of the target's last one, whose adapters are gone, and with it every CUDA graph that was
     captured in a `using` block.
+
+    Where experts are spread over processes, `load`, `replace` and `unload` are made on all of them, in the same order:
+    all do it, or none does. Each reads and holds the pairs of its own experts.
 
     Raises:
         ArgumentError: `target` takes no adapters, `slots` is less than 1, or `max_rank` outside [1, 512].
@@ -71,10 +61,11 @@ class AdapterPool:
             raise refusals.size("max_rank", max_rank, f"1 to {MOST_RANK}", "largest rank of the adapters")
         self._sites = cast("Mapping[str, Site]", sites)
         self._rows = rows
+        self._together = agreement_of(target)
         self._slots = slots
         self._max_rank = max_rank
         self._evict = evict
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Loaded] = {}
         self._users: Counter[str] = Counter()
         self._uses: Counter[str] = Counter()
         self._evictions = 0
@@ -104,12 +95,13 @@ class AdapterPool:
             DeviceMemoryError: the device has no room for it.
             FanfoldError: what read_adapter and bind raise.
         """
-        check_name(name)
+        with self._together(f"load adapter {name!r}", Path(path), loaded=str(self._contents())):
+            check_name(name)
+            with self._lock:
+                self._check_free(name)  # before the files are read
+            pairs = prepare(path, self._sites, self._max_rank)
         with self._lock:
-            self._check_free(name)  # before the files are read
-        pairs = prepare(path, self._sites, self._max_rank)
-        with self._lock:
-            entry = _Entry(self._free_slot(name), Path(path), pairs)
+            entry = Loaded(self._free_slot(name), Path(path), pairs)
             self._fill(entry, None)
             self._entries[name] = entry
         return entry.slot
@@ -133,13 +125,14 @@ class AdapterPool:
             DeviceMemoryError: the device has no room for it beside the old one.
             FanfoldError: what read_adapter and bind raise.
         """
-        with self._lock:
-            self._idle_entry(name, wait)
-        pairs = prepare(path, self._sites, self._max_rank)
+        with self._together(f"replace adapter {name!r}", Path(path), loaded=str(self._contents())):
+            with self._lock:
+                self._idle_entry(name, wait)
+            pairs = prepare(path, self._sites, self._max_rank)
         with self._lock:
             old = self._idle_entry(name, wait)
             settle(self._sites)
-            entry = _Entry(old.slot, Path(path), pairs)
+            entry = Loaded(old.slot, Path(path), pairs)
             self._fill(entry, old)
             self._entries[name] = entry
         return entry.slot
@@ -155,14 +148,15 @@ class AdapterPool:
             UnknownAdapterError: no adapter has that name.
             AdapterBusyError: it is in use.
         """
+        with self._together(f"unload adapter {name!r}"), self._lock:
+            self._idle_entry(name, wait)
         with self._lock:
             self._idle_entry(name, wait)
             self._drop(name)
 
     def names(self) -> list[str]:
         """The loaded adapters, by slot."""
-        with self._lock:
-            return sorted(self._entries, key=lambda name: self._entries[name].slot)
+        return list(self._contents())
 
     def slot(self, name: str) -> int:
         """The slot of an adapter.
@@ -235,6 +229,11 @@ class AdapterPool:
             "unknown_ids": sum(site.unknown_ids() for site in self._sites.values()),
         }
 
+    def _contents(self) -> dict[str, int]:
+        """Name -> slot of the loaded adapters, by slot."""
+        with self._lock:
+            return dict(sorted(((name, entry.slot) for name, entry in self._entries.items()), key=lambda item: item[1]))
+
     def _drop(self, name: str) -> None:
         settle(self._sites)
         entry = self._entries.pop(name)
@@ -242,14 +241,15 @@ class AdapterPool:
             self._sites[path].drop(entry.slot)
         del self._uses[name]
 
-    def _fill(self, entry: _Entry, old: _Entry | None) -> None:
+    def _fill(self, entry: Loaded, old: Loaded | None) -> None:
         before: Mapping[str, Pairs] = {} if old is None else old.pairs
         try:
-            for path, pairs in entry.pairs.items():
-                with loading_on(self._sites[path].device):  # no row runs with the slot: there is nothing to wait for
-                    self._sites[path].put(entry.slot, pairs)
-            for path in before.keys() - entry.pairs.keys():
-                self._sites[path].drop(entry.slot)
+            with self._together(f"fill slot {entry.slot}"):
+                for path, pairs in entry.pairs.items():
+                    with loading_on(self._sites[path].device):  # no row runs with the slot: nothing to wait for
+                        self._sites[path].put(entry.slot, pairs)
+                for path in before.keys() - entry.pairs.keys():
+                    self._sites[path].drop(entry.slot)
         except BaseException:  # a device out of memory, or an interrupt: nothing half-loaded stays
             for path in entry.pairs.keys() - before.keys():
                 self._sites[path].drop(entry.slot)
@@ -281,13 +281,13 @@ class AdapterPool:
         """Adapters that no `using` block runs with, used longest ago first."""
         return [name for name in self._entries if self._users[name] == 0]
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Loaded:
         self._check_holder()
         if name not in self._entries:
             raise refusals.unknown(name, list(self._entries))
         return self._entries[name]
 
-    def _idle_entry(self, name: str, wait: bool) -> _Entry:
+    def _idle_entry(self, name: str, wait: bool) -> Loaded:
         entry = self._entry(name)
         while wait and self._users[name] > 0:
             self._released.wait()

@@ -28,6 +28,9 @@ def attach_adapters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     host = cast("Any", model)
     host.adapter_rows = rows
     host.adapter_sites = _sites(model, rows, dtype)
+    spread = [site for site in host.adapter_sites.values() if isinstance(site, ExpertParallel)]
+    if spread:  # all of one group
+        host.together = spread[0].together
     host.adapters = AdapterPool(model)
     note = _note_rows(rows)
     for module in {model, model.base_model}:  # either may be called; the head's own layers run behind the base model
