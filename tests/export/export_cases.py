@@ -25,7 +25,8 @@ from fanfold.export.words import WORDS, number
 
 NEEDS_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
 STRICT = ("-pedantic", "-Wall", "-Wextra", "-Werror")
-CUBIN = b"\x7fELF of a kernel"
+CUBIN = b"\x7fELF%s\0"
+"""Machine code of tests: its kernel's id."""
 FAKE_DRIVER = Path(__file__).with_name("fake_cuda.c")
 FORMATS = ("gptq4-g128", "gptq4-g128-asym-v2", "packed4-g32", "awq4-g128-asym", "nvfp4", "mxfp4", "bf16")
 
@@ -41,7 +42,8 @@ def as_compiled(kernel: Kernel) -> Compiled:
     shared = 60000 if kernel.function.name.endswith("_down") else 0
     usage, operands = Usage(32, 0), Operands(0, ())
     parameters, constants, warps = found.parameters, found.constants, kernel.example["num_warps"]
-    return Compiled(kernel, parameters, constants, "symbol", "", CUBIN, warps, shared, usage, operands)
+    cubin = CUBIN % kernel.id.encode()
+    return Compiled(kernel, parameters, constants, "symbol", "", cubin, warps, shared, usage, operands)
 
 
 def run(*command: str | Path) -> None:
@@ -50,13 +52,19 @@ def run(*command: str | Path) -> None:
 
 
 def write_export(folder: Path, compiled: Sequence[Compiled]) -> None:
-    """What a host needs; all kernels are one file, as nothing loads them."""
+    """What a host needs."""
     for made in compiled:
         path = folder / cubin_path(made.kernel)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(made.cubin)
     (folder / HEADER).write_text(header(compiled))
     (folder / SOURCE).write_text(source(compiled))
+
+
+def build_driver(folder: Path) -> Path:
+    """The driver, under the name that hosts load."""
+    run("gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", FAKE_DRIVER, "-o", folder / "libcuda.so.1")
+    return folder / "libcuda.so.1"
 
 
 def build(folder: Path) -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from export_cases import (
     CUBIN,
-    FAKE_DRIVER,
     NEEDS_GCC,
     STRICT,
     Buffer,
@@ -19,6 +18,7 @@ from export_cases import (
     Host,
     KernelRow,
     build,
+    build_driver,
     described,
     evaluated,
     is_for,
@@ -51,9 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(folder: Path) -> Host:
-    fake = folder / "libcuda.so.1"
-    run("gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", FAKE_DRIVER, "-o", fake)
-    driver = ctypes.CDLL(str(fake), mode=ctypes.RTLD_GLOBAL)  # whoever asks for that name now gets this one
+    # Whoever asks for its name from now on gets this one.
+    driver = ctypes.CDLL(str(build_driver(folder)), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(build(folder)))
     library.fanfold_kernels.restype = ctypes.POINTER(KernelRow)
     context, error = ctypes.c_void_p(), Error()
@@ -286,11 +285,12 @@ def test_files_and_drivers_that_fail(host: Host, folder: Path, tmp_path: Path) -
     assert (status, "No such file" in found.text) == (FILE, True)
     short = tmp_path / "kernels" / "sm_90" / f"{kernel.id}.cubin"
     short.parent.mkdir(parents=True)
-    short.write_bytes(CUBIN[:-1])
+    code = CUBIN % kernel.id.encode()
+    short.write_bytes(code[:-1])
     assert empty.call(kernel.function, **given)[0] == FILE
-    short.write_bytes(b"none" + CUBIN[4:])
+    short.write_bytes(b"none" + code[4:])
     assert empty.call(kernel.function, **given)[0] == FILE
-    short.write_bytes(CUBIN)
+    short.write_bytes(code)
     refuse = ctypes.c_int.in_dll(host.driver, "refuse")
     refuse.value = 1
     status, found = empty.call(kernel.function, **given)
