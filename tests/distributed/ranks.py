@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from fanfold.errors import RankError
+
+PRELOAD = ["pytest", "distributed_jobs", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
 PATIENCE = 120.0
 """Seconds after which a job counts as hanging: far more than any takes."""
 
@@ -27,9 +29,7 @@ class Ranks:
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["pytest", "distributed_jobs", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
-        )
+        context.set_forkserver_preload(PRELOAD)
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
         self._pipes: list[Connection] = []
@@ -47,15 +47,15 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((job, args)))
 
-    def results(self, *, without: int | None = None) -> list[Any]:
+    def results(self) -> list[Any]:
         """What the ranks' jobs returned, an exception where one raised; None for a rank that is no more."""
         found: list[Any] = []
         for rank, pipe in enumerate(self._pipes):
-            if rank == without:
-                found.append(None)
-                continue
             assert pipe.poll(PATIENCE), f"rank {rank} hangs"
-            found.append(pickle.loads(pipe.recv_bytes()))
+            try:
+                found.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, ConnectionResetError):
+                found.append(None)
         return found
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
@@ -71,9 +71,9 @@ class Ranks:
                 raise result
         return found
 
-    def kill(self, rank: int) -> None:
-        """Ends a rank as the operating system would."""
-        os.kill(self._processes[rank].pid or 0, signal.SIGKILL)
+    def lose_the_store(self) -> None:
+        """Ends the store, as a machine that fails would."""
+        del self._store
 
     def close(self) -> None:
         """Ends all ranks."""
@@ -96,3 +96,5 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
         except Exception as error:
             result = error
         pipe.send_bytes(pickle.dumps(result))
+        if isinstance(result, RankError):
+            return  # as a process ends whose script does not catch it

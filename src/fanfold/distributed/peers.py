@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
+from fanfold.distributed import pulse
 from fanfold.distributed.pulse import BEAT, Pulse
 from fanfold.errors import RankError, UnavailableError
 
-QUIET = 15.0
-"""Seconds without a sign of life after which a rank counts as gone."""
 LONGEST = 400
 _PEERS: dict[ProcessGroup, Peers] = {}
 Report = dict[str, Any]
@@ -50,8 +49,8 @@ def peers_of(group: ProcessGroup | None = None) -> Peers:
 class Peers:
     """The ranks of a group. What they agree on goes through the group's store, never through its collectives.
 
-    Waiting ends after the store's timeout, which is the one given to init_process_group, or QUIET seconds after a rank
-    has gone.
+    Waiting ends after the store's timeout, which is the one given to init_process_group, or pulse.QUIET seconds after a
+    rank has gone.
 
     Attributes:
         group: of torch.distributed.
@@ -135,7 +134,7 @@ class Peers:
                 return
             except dist.DistStoreError:  # the wait has ended
                 missing = [rank for rank in missing if not self._store.check([f"{step}/{rank}"])]
-            gone = [rank for rank in self._pulse.quiet(self._store, QUIET) if rank in missing]
+            gone = [rank for rank in self._pulse.gone() if rank in missing]
             if gone:
                 raise _gone(what, gone)
             if missing and time.monotonic() > ends:
@@ -150,13 +149,13 @@ class Peers:
     def _survey(self, what: str, error: Exception) -> RankError:
         """Who is at fault for a broken collective: by the notes of others, else by the ranks without a sign of life."""
         try:
-            ends = time.monotonic() + QUIET + 2 * BEAT
+            ends = time.monotonic() + pulse.QUIET + 2 * BEAT
             while True:
                 noted = [rank for rank in range(self.size) if self._store.check([f"failed/{rank}"])]
                 if noted:
                     parts = json.loads(self._store.get(f"failed/{noted[0]}"))
                     return RankError(what, found=parts[0], expected=parts[1], next_step=parts[2])
-                gone = self._pulse.quiet(self._store, QUIET)
+                gone = self._pulse.gone()
                 if gone:
                     return _gone(what, gone)
                 if time.monotonic() > ends:
@@ -224,7 +223,7 @@ def _compare(what: str, reports: list[Report]) -> None:
 def _gone(what: str, ranks: list[int]) -> RankError:
     return RankError(
         what,
-        found=f"{_named(ranks)} gone: no sign of life for {QUIET:g} s",
+        found=f"{_named(ranks)} gone: ended, or no sign of life for {pulse.QUIET:g} s",
         expected="all ranks",
         next_step="Look at the output of that rank; then start all ranks again.",
     )
