@@ -16,9 +16,9 @@ import pytest
 from fanfold.export.c_source import header, source
 from fanfold.export.compile import Compiled
 from fanfold.export.description import Function, Kernel
-from fanfold.export.files import HEADER, SOURCE, cubin_path
 from fanfold.export.formulas import evaluate
 from fanfold.export.machine_code import Operands, Usage
+from fanfold.export.paths import HEADER, SOURCE, cubin_path
 from fanfold.export.plan import OPS, plan
 from fanfold.export.source import source_of
 from fanfold.export.words import WORDS, number

@@ -30,8 +30,8 @@ from export_cases import (
 
 from fanfold.export.compile import Compiled
 from fanfold.export.description import BYTES, Kernel
-from fanfold.export.files import HEADER
 from fanfold.export.formulas import evaluate
+from fanfold.export.paths import HEADER
 from fanfold.export.words import number
 
 pytestmark = NEEDS_GCC

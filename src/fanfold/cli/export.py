@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.text import Text
 
 from fanfold.cli.output import errors_reported, grid, human_bytes, out, print_json, progress_bar
+from fanfold.errors import ArgumentError
 
 
 def export(
@@ -19,8 +20,13 @@ def export(
         list[str], typer.Option("--op", metavar="NAME", help="What kernels do; may be repeated.", show_default=False)
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the result goes.", show_default=False)
-    ],
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Where the result goes.", show_default=False)
+    ] = None,
+    hub: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Instead: where it goes as a repository of the kernels hub.",
+                     show_default=False),
+    ] = None,
     dtype: Annotated[
         list[str] | None,
         typer.Option("--dtype", metavar="NAME", help="Of activations: bf16 (without), fp16, fp32; repeatable.",
@@ -42,12 +48,30 @@ def export(
     with errors_reported(as_json):
         from fanfold.export.export import export as write_export
 
+        folder = one_folder(output, hub)
         with progress_bar() as progress:
-            report = write_export(output, arch, op, dtype or ["bf16"], formats or [], config or [], progress)
+            wanted = arch, op, dtype or ["bf16"], formats or [], config or []
+            report = write_export(folder, *wanted, progress, hub=hub is not None)
     if as_json:
         print_json(report)
     else:
         print_report(report)
+
+
+def one_folder(output: Path | None, hub: Path | None) -> Path:
+    """The one of the two that is given.
+
+    Raises:
+        ArgumentError: none is, or both.
+    """
+    if (output is None) == (hub is None):
+        raise ArgumentError(
+            "--output and --hub",
+            found="neither" if output is None else "both",
+            expected="one of the two",
+            next_step="Pass -o DIR, or --hub DIR for a repository of the kernels hub.",
+        )
+    return cast(Path, output or hub)
 
 
 def print_report(report: dict[str, Any]) -> None:

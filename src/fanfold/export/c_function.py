@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from fanfold.export.compile import SCRATCH, Compiled
 from fanfold.export.description import BYTES, DTYPES, Function
-from fanfold.export.files import cubin_path
 from fanfold.export.formulas import in_c
+from fanfold.export.paths import cubin_path
 from fanfold.export.words import WORDS, number
 
 

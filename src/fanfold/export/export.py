@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fanfold.errors import ArgumentError
-from fanfold.export.c_source import header, source
 from fanfold.export.compile import Compiled, compile_kernel
-from fanfold.export.files import HEADER, MANIFEST, SCHEMA, SOURCE, cubin_path, ptx_path
-from fanfold.export.manifest import manifest, schema_text, to_json
+from fanfold.export.files import write
+from fanfold.export.hub import write_hub
+from fanfold.export.manifest import manifest
 from fanfold.export.plan import plan
 
 
@@ -22,6 +22,7 @@ def export(
     formats: Sequence[str] = (),
     configs: Sequence[str] = (),
     progress: Callable[[int, int, str], None] | None = None,
+    hub: bool = False,
 ) -> dict[str, Any]:
     """Compiles kernels and writes them, with all that a host needs to launch them. No GPU is asked.
 
@@ -33,6 +34,7 @@ def export(
         formats: of weights; none: all that an op is exported for.
         configs: names; none: all that the library selects.
         progress: called with kernels done, all kernels, and the name of the next.
+        hub: write the tree of a repository of the `kernels` hub (see `hub`).
 
     Returns:
         `folder`, `kernels` (their number by op), `bytes` of machine code, `spilled` (kernels that spill, with bytes a
@@ -56,7 +58,7 @@ def export(
             progress(done, len(kernels), kernel.id)
         compiled.append(compile_kernel(kernel))
     made = manifest(compiled)
-    write(folder, compiled, made)
+    (write_hub if hub else write)(folder, compiled, made)
     ops_of = [found.kernel.function.op for found in compiled]
     return {
         "folder": str(folder),
@@ -65,16 +67,3 @@ def export(
         "spilled": {found.kernel.id: found.usage.stack for found in compiled if found.usage.stack},
         "made_by": made["made_by"],
     }
-
-
-def write(folder: Path, compiled: Sequence[Compiled], made: dict[str, Any]) -> None:
-    """The files of an export; the manifest last, so that a folder without one is not complete."""
-    for found in compiled:
-        for path in (ptx_path(found.kernel), cubin_path(found.kernel)):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / ptx_path(found.kernel)).write_text(found.ptx, encoding="utf-8")
-        (folder / cubin_path(found.kernel)).write_bytes(found.cubin)
-    (folder / HEADER).write_text(header(compiled), encoding="utf-8")
-    (folder / SOURCE).write_text(source(compiled), encoding="utf-8")
-    (folder / SCHEMA).write_text(schema_text(), encoding="utf-8")
-    (folder / MANIFEST).write_text(to_json(made), encoding="utf-8")

@@ -16,8 +16,8 @@ import fanfold
 from fanfold.errors import CorruptFileError
 from fanfold.export.compile import SCRATCH, Compiled
 from fanfold.export.description import Function, Kernel
-from fanfold.export.files import SCHEMA, cubin_path, ptx_path
 from fanfold.export.formulas import names
+from fanfold.export.paths import SCHEMA, cubin_path, ptx_path
 from fanfold.export.words import WORDS
 
 FORMAT, VERSION = "fanfold-kernels", 1
