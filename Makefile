@@ -53,7 +53,7 @@ docs: $(STAMP)
 	@echo "site/index.html (its search needs a server: $(BIN)/python -m http.server --directory site)"
 
 docs-blocks: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/contracts/docs_blocks.py
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/contracts/docs_blocks.py
 
 # Compiles and checks kernels that have changed, so that make test need not; those that are gone leave the record.
 record: $(STAMP)

@@ -12,6 +12,7 @@ from fanfold.formats.codec import codec, shapes
 from fanfold.formats.fields import Field
 from fanfold.ops import OPS
 from fanfold.spec.weight_format import WeightFormat
+from skewed_routing import placement_table
 
 N, K = 768, 2048
 """Sizes of the matrices of the tables: one expert's gate of Qwen3-30B-A3B."""
@@ -21,7 +22,8 @@ ARCHS = ("cpu", "80", "90", "100")
 
 def table(name: str, *arguments: str) -> str:
     """Markdown of the table of that name."""
-    return {"options": options, "tensors": tensors, "runs": runs, "operations": operations}[name](*arguments)
+    tables = {"options": options, "tensors": tensors, "runs": runs, "operations": operations}
+    return {**tables, "placements": placement_table}[name](*arguments)
 
 
 def options(command: str) -> str:

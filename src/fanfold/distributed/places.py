@@ -9,12 +9,16 @@ from torch import Tensor
 
 from fanfold.distributed.placement import Placement
 
+GOLDEN = 2654435769
+"""2^32 over the golden ratio."""
+
 
 class Places:
     """Tables [E + 1, C] of a placement, C the most copies of an expert; the last row is an id outside [0, E).
 
-    Of an expert's ranks, token t goes to number t % copies: all ranks that look at a batch choose alike, and nothing
-    depends on other rows.
+    Which of an expert's ranks a row goes to is told by its place in the batch alone: all ranks that look at a batch
+    choose alike. Places are spread by a Weyl sequence (t times the golden ratio, modulo 1), so that any regular part of
+    them, such as first slots, is dealt out equally too.
 
     Args:
         placement: of the layer.
@@ -48,4 +52,5 @@ class Places:
     def _place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         experts = torch.where((ids >= 0) & (ids < self.num_experts), ids, self.num_experts).long()
         tokens = torch.arange(ids.shape[-2], device=ids.device)[:, None]
-        return experts, tokens % self.copies[experts]
+        spread = (tokens * GOLDEN) & 0xFFFFFFFF
+        return experts, (spread * self.copies[experts]) >> 32
