@@ -14,6 +14,8 @@ from fanfold import diagnosis
 from fanfold.diagnosis import diagnose, kernel_refusal
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.layers.experts import Experts
+from fanfold.spec.launch import LaunchConfig
+from user_tables import user_folder, write
 
 
 def check_on_cpu() -> dict[str, Any]:
@@ -35,6 +37,15 @@ def test_this_machine() -> None:
         assert (found["arch"], found["gpus"], len(found["checks"])) == ("cpu", [], 1)
         assert {row["implementation"] for row in found["runs"]} == {"reference"}
         assert found["runs"][0]["rejected"]["grouped"] == "needs an NVIDIA GPU"
+
+
+def test_the_users_tables_come_first(tmp_path: Path) -> None:
+    config = LaunchConfig(32, 64, 16, 4, 3, False, 16)
+    with user_folder(tmp_path):
+        path = write("grouped", ("nvfp4", 8, 2, 256, 128, 1), config, config, "NVIDIA L4", "sm_89")
+        tables = diagnose()["tables"]
+    assert (tables[0]["path"], tables[0]["gpu"], tables[0]["layers"]) == (str(path), "NVIDIA L4", 1)
+    assert len(tables) == 2
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from fanfold.bench.checking import check
 from fanfold.bench.jobs import FORMATS, LAYERS, LayerShape
 from fanfold.bench.machine import commit
 from fanfold.bench.weights import random_experts
-from fanfold.kernels import tuned
+from fanfold.kernels.common.tables import PACKAGE, user_folder
 from fanfold.layers.experts import Experts, arch_of
 from fanfold.select import OLDEST, verdicts
 from fanfold.spec.job import LayerJob
@@ -77,7 +77,7 @@ def diagnose(*, progress: Progress | None = None) -> dict[str, Any]:
         "compiler": next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None),
         "arch": arch,
         "runs": [_runs(WeightFormat.parse(name), arch) for name in FORMATS],
-        "tables": [_table(path) for path in sorted(Path(tuned.__file__).parent.glob("*.json"))],
+        "tables": [_table(path) for path in (*sorted(user_folder().glob("*/*.json")), *sorted(PACKAGE.glob("*.json")))],
         "caches": [_cache("triton", path) for path in _triton_cache()],
         "checks": checks,
         "ok": all(found["wrong"] is None for found in checks),

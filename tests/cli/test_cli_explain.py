@@ -14,7 +14,9 @@ from fanfold.cli import output
 from fanfold.cli.app import app
 from fanfold.cli.explain import ranges
 from fanfold.explanation import explain_checkpoint
+from fanfold.kernels.grouped.sm90.config import Sm90Config
 from samples import sample
+from user_tables import user_folder, write
 
 TINY = str(Path(__file__).parents[2] / "examples" / "tiny-moe" / "gptq-int4")
 LAYER = ["--shape", "16,2048,768,128,8", "--format", "gptq4-g128"]
@@ -48,9 +50,20 @@ def test_a_measured_layer() -> None:
     gate_up = answer["launches"][1]
     assert f"gate_up kernels/grouped/sm90 {gate_up['config']} {answer['expected_us']['gate_up']}" in shown
     assert "table grouped_int4_sm90.json: this layer, int4 16,2048,768,128,8" in shown
-    assert f"expected {answer['expected_us']['layer']} us, as measured" in shown
+    part = answer["expected_us"]["floor"] / answer["expected_us"]["layer"]
+    assert f"expected {answer['expected_us']['layer']} us, as measured, {part:.0%} of the roof" in shown
     assert "(82.4 of 128 experts met); " in " ".join(shown)
     assert f"gate_up 207.6 MB {answer['parts']['gate_up']['flops']:,}" in shown
+
+
+def test_a_row_of_fanfold_tune(tmp_path: Path) -> None:
+    config = Sm90Config(8, 8, 1, 1, 128, 4, 1, True)
+    with user_folder(tmp_path):
+        write("grouped_int4_sm90", ("int4", 128, 8, 2048, 768, 16), config, config, chained=True, run=0)
+        shown = lines(call(*LAYER, "--arch", "90").stdout)
+    assert "gate_up kernels/grouped/sm90 t8-w1x1-k128-s4-sum" in shown  # its steps were not measured
+    assert "expected 12.5 us, as measured, 32% of the roof" in shown
+    assert any(line.startswith("measured 20") and line.endswith(" on NVIDIA H200") for line in shown)
 
 
 def test_another_layer_on_another_gpu_with_adapters() -> None:

@@ -26,6 +26,7 @@ KNOWS: dict[str, set[str]] = {
     "load": {"torch"},
     "bench": {"matplotlib", "torch"},
     "diagnosis": {"torch", "triton"},
+    "tune": {"torch"},
     "distributed": {"torch"},
     "expert_usage": {"torch"},
     "throughput": {"torch"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from fanfold.kernels.lora.config import config_for as fold_config_for
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 from fanfold.spec import ExpertShape, WeightFormat
 from fanfold.spec.job import LayerJob
+from fanfold.spec.launch import LaunchConfig
+from user_tables import H200, user_folder, write
 
 QWEN = 128, 2048, 768
 
@@ -136,3 +139,20 @@ def test_activations_in_another_format_are_made_before_each_product() -> None:
     for activations, expected in (("plain", row.us), ("nvfp4", None)):
         asked = replace(nvfp4, shape=shape, activation_format=activations)
         assert explain_job(asked, 90, row.tokens, row.top_k)["expected_us"] == expected
+
+
+def test_the_users_tables(tmp_path: Path) -> None:
+    """A row of the portable product, and the time that it was measured at."""
+    up, down = LaunchConfig(32, 64, 16, 4, 3, False, 16), LaunchConfig(64, 64, 16, 4, 3, False, 16)
+    before = explain(QWEN, "fp8-channel", 90, 128, 8)
+    with user_folder(tmp_path):
+        path = write("grouped", ("fp8-channel", 128, 8, 2048, 768, 16), up, down)
+        found = explain(QWEN, "fp8-channel", 90, 128, 8)
+        assert [step(found, name)["config"] for name in ("gate_up", "down")] == [up.name, down.name]
+        assert step(found, "down")["from"] == down.name
+        about = {"table": "grouped.json", "path": str(path), "gpu": H200, "tokens": 16, "run": 0, "same_layer": True}
+        assert about.items() <= found["table"].items()
+        assert found["expected_us"] == {"layer": 12.5, "floor": 4.0}
+        for other in ({"arch": 89}, {"adapters": 1}, {"rows": 256}):
+            assert explain(QWEN, "fp8-channel", **{"arch": 90, "rows": 128, "top_k": 8, **other})["expected_us"] is None
+    assert explain(QWEN, "fp8-channel", 90, 128, 8) == before

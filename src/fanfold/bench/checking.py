@@ -66,16 +66,35 @@ def check(experts: Experts, weights: ExpertWeights, batch: Batch, pairs: LayerPa
         batch: hidden in bf16 or fp16.
         pairs: those of its adapters.
     """
-    tokens = len(batch.hidden)
-    places = torch.linspace(0, tokens - 1, min(tokens, TOKENS), device=batch.hidden.device).round().long()
-    part = batch[places]
-    exact = _evaluate(replace(part, hidden=part.hidden.float()), weights, pairs or {}, experts.activation)
-    plain = _evaluate(*_rounded(part, weights, pairs or {}), experts.activation)
-    _dirty_memory(batch.hidden.device)
-    found = experts(batch.hidden, batch.topk_ids, batch.topk_weights, batch.adapter_ids)[places].double()
+    expected = Expected(weights, batch, experts.activation, pairs)
+    dirty_memory(batch.hidden.device)
+    return expected.check(experts(batch.hidden, batch.topk_ids, batch.topk_weights, batch.adapter_ids))
 
-    (error, largest), (plain_error, plain_largest) = _off(found, exact), _off(plain, exact)
-    return Check(error, plain_error, abs(_norm(found) / _norm(exact) - 1), largest, plain_largest)
+
+class Expected:
+    """What some tokens of a batch should be, evaluated once for any number of outputs.
+
+    Args:
+        weights: of the layer.
+        batch: hidden in bf16 or fp16.
+        activation: between gate_up and down.
+        pairs: of the adapters.
+    """
+
+    def __init__(
+        self, weights: ExpertWeights, batch: Batch, activation: Activation, pairs: LayerPairs | None = None
+    ) -> None:
+        tokens = len(batch.hidden)
+        self._places = torch.linspace(0, tokens - 1, min(tokens, TOKENS), device=batch.hidden.device).round().long()
+        part = batch[self._places]
+        self._exact = _evaluate(replace(part, hidden=part.hidden.float()), weights, pairs or {}, activation)
+        self._plain = _evaluate(*_rounded(part, weights, pairs or {}), activation)
+
+    def check(self, output: Tensor) -> Check:
+        """How far a layer's output [T, H] is off."""
+        found = output[self._places].double()
+        (error, largest), (plain_error, plain_largest) = _off(found, self._exact), _off(self._plain, self._exact)
+        return Check(error, plain_error, abs(_norm(found) / _norm(self._exact) - 1), largest, plain_largest)
 
 
 def _off(values: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -118,7 +137,7 @@ def _rounded(batch: Batch, weights: ExpertWeights, pairs: LayerPairs) -> tuple[B
     return replace(batch, topk_ids=ids), rounded, theirs
 
 
-def _dirty_memory(device: torch.device) -> None:
+def dirty_memory(device: torch.device) -> None:
     """Leaves NaN in the memory that the next tensors get, so that what a kernel does not write shows."""
     if device.type == "cuda":
         for size in (2**12, 2**16, 2**20, 2**26):

@@ -19,6 +19,7 @@ from fanfold.cli.inspect import inspect
 from fanfold.cli.output import show_warning
 from fanfold.cli.quantize import quantize
 from fanfold.cli.routing import routing
+from fanfold.cli.tune import tune
 from fanfold.cli.verify import verify
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, inspect, verify, quantize, explain, bench, routing, doctor, export):
+for command in (demo, generate, inspect, verify, quantize, explain, bench, tune, routing, doctor, export):
     app.command()(command)
 
 

@@ -158,7 +158,8 @@ def tuned_row(row: dict[str, Any]) -> str:
     """The row that configs come from, and whether it is of this very layer."""
     sizes = ",".join(str(row[name]) for name in ("tokens", "hidden", "intermediate", "experts", "top_k"))
     whose = "this layer" if row["same_layer"] else "the nearest layer"
-    measured = f"measured {row['measured']} on {row['gpu']}, run {row['run']}"
+    run = f", run {row['run']}" if row["run"] else ""
+    measured = f"measured {row['measured']} on {row['gpu']}{run}"
     return f"{row['table']}: {whose}, {row['format']} {sizes}\n{measured}"
 
 
@@ -176,7 +177,8 @@ def launches(steps: list[dict[str, Any]], us: dict[str, float] | None) -> Table:
             config.append(f"\nnot {step['from']}: needs {', '.join(step['changed'])}", "dim")
         elif step["from"] not in (None, step["config"]):
             config.append(f"\n{step['from']}", "dim")
-        table.add_row(step["step"], step["kernel"], config, *([] if us is None else [f"{us.get(step['step'], 0):.1f}"]))
+        took = [] if us is None else [f"{us[step['step']]:.1f}" if step["step"] in us else ""]
+        table.add_row(step["step"], step["kernel"], config, *took)
     return table
 
 
@@ -205,5 +207,7 @@ def times(answer: dict[str, Any]) -> list[tuple[str, str | Text]]:
         )
     ]
     if answer["expected_us"] is not None:
-        rows.append(("expected", f"{answer['expected_us']['layer']:.1f} us, as measured"))
+        expected = answer["expected_us"]
+        roof = f", {expected['floor'] / expected['layer']:.0%} of the roof" if expected["floor"] else ""
+        rows.append(("expected", f"{expected['layer']:.1f} us, as measured{roof}"))
     return rows

@@ -5,21 +5,24 @@ What `layers/implementations` does, told without tensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from fanfold.explanation.work import Batch
 from fanfold.kernels.combine.config import columns
-from fanfold.kernels.grouped.configs import LARGE, config_for, family_of
+from fanfold.kernels.common.tables import SIZES, Header
+from fanfold.kernels.grouped.configs import LARGE, family_of
 from fanfold.kernels.grouped.sm90.config import Sm90Config, misfits
 from fanfold.kernels.grouped.sm90.configs import Sizes, layer_configs
-from fanfold.kernels.grouped.sm90.tuned import TABLE
 from fanfold.kernels.grouped.sm90.weights import padded
+from fanfold.kernels.grouped.tuned import layer_configs as grouped_configs
 from fanfold.kernels.lora.config import GATHER_TILE, takes_one_launch
 from fanfold.kernels.lora.config import config_for as fold_config_for
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
+from fanfold.layers.experts import arch_of
 from fanfold.spec.activation_format import PLAIN
 from fanfold.spec.job import LayerJob
 from fanfold.spec.launch import LaunchConfig
@@ -65,15 +68,18 @@ def launches(implementation: str | None, job: LayerJob, batch: Batch, arch: str)
 def _grouped(job: LayerJob, batch: Batch, arch: int) -> Launches:
     """Of `implementations/grouped.py`: act-order is sorted by group when the layer is loaded."""
     up, down = (replace(fmt, act_order=False) for fmt in (job.gate_up, job.down))
-    experts, w8a8 = job.shape.num_experts, job.activation_format == "fp8"
-    first = config_for(up, job.shape.hidden, job.dtype, arch, batch.rows, experts, fused=True, w8a8=w8a8)
-    second = config_for(down, job.shape.intermediate, job.dtype, arch, batch.rows, experts, w8a8=w8a8)
+    w8a8 = job.activation_format == "fp8"
+    found = grouped_configs(
+        up, down, job.shape, job.dtype, arch, batch.tokens, batch.top_k, w8a8, gpu=gpu_of(f"sm_{arch}")
+    )
+    first, second, row = found.gate_up, found.down, found.row
     table = f"configs.py, {'227' if arch in LARGE else '99'} KiB"
 
     def product(step: str, fmt: WeightFormat, config: LaunchConfig, fused: bool) -> Step:
         family = family_of(fmt, job.dtype, w8a8)
-        row = f"{family}, {'with the activation' if fused else 'alone'}, {config.block_t} rows a tile"
-        return _step(step, "kernels/grouped", config.name, asdict(config), f"{table}: {row}")
+        kind = f"{family}, {'with the activation' if fused else 'alone'}, {config.block_t} rows a tile"
+        source = f"{table}: {kind}" if row is None else config.name
+        return _step(step, "kernels/grouped", config.name, asdict(config), source)
 
     steps = [
         *_plan(batch, first.block_t),
@@ -87,7 +93,11 @@ def _grouped(job: LayerJob, batch: Batch, arch: int) -> Launches:
         *_fold("down", job, batch, arch),
         _sum(batch),
     ]
-    return Launches(steps)
+    if row is None:
+        return Launches(steps)
+    plain = job.activation_format == PLAIN and not batch.adapters
+    measured = plain and row.tokens == batch.tokens and not job.gate_up.act_order
+    return Launches(steps, _row(row, row.header) | {"run": 0, "same_layer": True}, dict(row.us) if measured else None)
 
 
 def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
@@ -96,7 +106,7 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
     gate_up = job.gate_up, padded(shape.halves * shape.intermediate), padded(shape.hidden)
     down = job.down, padded(shape.hidden), padded(shape.intermediate)
     sizes = shape.hidden, shape.intermediate, shape.num_experts
-    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k)
+    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k, gpu=gpu_of(f"sm_{arch}"))
     row = found.row
 
     def product(step: str, config: Sm90Config, start: Sm90Config, sizes: Sizes) -> Step:
@@ -126,14 +136,22 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
         and row.tokens == batch.tokens
         and _as_measured(job, row.format)
     )
-    names = ("format", "experts", "top_k", "hidden", "intermediate", "tokens", "run")
-    header = json.loads(TABLE.read_text())
-    return Launches(
-        steps,
-        {name: getattr(row, name) for name in names}
-        | {"table": TABLE.name, "gpu": header["gpu"], "measured": header["measured"], "same_layer": same},
-        dict(row.us) if measured else None,
-    )
+    table = _row(row, row.header) | {"run": row.run, "same_layer": same}
+    return Launches(steps, table, dict(row.us) if measured else None)
+
+
+def gpu_of(arch: str) -> str | None:
+    """The name of this machine's GPU, where it is of that arch; its own tables come first then."""
+    if not torch.cuda.is_available() or arch_of(torch.device("cuda")) != arch:
+        return None
+    return torch.cuda.get_device_name()
+
+
+def _row(row: object, header: Header) -> dict[str, Any]:
+    """What a row is for, and where and when it was measured."""
+    names = ("format", *SIZES)
+    about = {"table": header.path.name, "path": str(header.path), "gpu": header.gpu, "measured": header.measured}
+    return {name: getattr(row, name) for name in names} | about
 
 
 _LAUNCHES: dict[str | None, Callable[[LayerJob, Batch, int], Launches]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from triton import knobs
 
@@ -38,3 +40,9 @@ def arch_of(device: torch.device) -> int:
             next_step='Use an Ampere GPU or a later one, or pass implementation="reference".',
         )
     return major * 10 + minor
+
+
+@cache
+def gpu_name(device: torch.device) -> str:
+    """What tables of measured configs are for, e.g. "NVIDIA H200"; "interpreter" on a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"

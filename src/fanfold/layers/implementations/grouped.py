@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fanfold.errors import ArgumentError
 from fanfold.kernels.combine.combine import combine
-from fanfold.kernels.common.device import CHAINS, arch_of
+from fanfold.kernels.common.device import CHAINS, arch_of, gpu_name
+from fanfold.kernels.common.tables import note_missing
 from fanfold.kernels.grouped.act_order import sort_by_group
-from fanfold.kernels.grouped.configs import config_for, pinned_config
 from fanfold.kernels.grouped.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.rows import gather_down, gather_gate_up
+from fanfold.kernels.grouped.tuned import INSTEAD, layer_configs
 from fanfold.kernels.nvfp4.projection import input_scales, with_alphas
 from fanfold.layers.implementations import Adapters
 from fanfold.layers.implementations.folding import products
@@ -38,6 +39,9 @@ class Grouped:
         batch_invariant: one config for any number of rows.
         activation_format: what activations are rounded to before both products.
         gate_up_order, down_order: int32 [E, K] of weights that `sort_by_group` made.
+
+    Attributes:
+        forced: configs of both products that are being tried; None: those of the tables.
     """
 
     hidden_order = None
@@ -59,7 +63,10 @@ class Grouped:
         self.down = _operands(weights.down, activation_format)
         self.gate_up_order = gate_up_order
         self.down_order = down_order
-        self.arch = arch_of(next(iter(weights.down.tensors.values())).device)
+        device = next(iter(weights.down.tensors.values())).device
+        self.arch = arch_of(device)
+        self.gpu = gpu_name(device)
+        self.forced: tuple[LaunchConfig, LaunchConfig] | None = None
 
     @classmethod
     def prepared(
@@ -91,8 +98,7 @@ class Grouped:
         weights = self.weights
         experts, (tokens, top_k) = weights.shape.num_experts, topk_ids.shape
         topk_ids = topk_ids.contiguous()
-        first = self._config(weights.gate_up, hidden.dtype, tokens * top_k, fused=True)
-        second = self._config(weights.down, hidden.dtype, tokens * top_k, fused=False)
+        first, second = self.forced or self._configs(hidden.dtype, tokens, top_k)
         up_options: Any = {"activation": self.activation, "permutation": self.gate_up_order, "w8a8": self.w8a8}
         down_options: Any = {"permutation": self.down_order, "w8a8": self.w8a8}
         with torch.cuda.device_of(hidden):
@@ -117,10 +123,15 @@ class Grouped:
             )
             return combine(y2, topk_ids, topk_weights, experts)
 
-    def _config(self, weights: ProjectionWeights, dtype: torch.dtype, rows: int, fused: bool) -> LaunchConfig:
-        if self.batch_invariant:
-            return pinned_config(weights.format, weights.k, dtype, self.arch, fused, self.w8a8)
-        return config_for(weights.format, weights.k, dtype, self.arch, rows, weights.num_experts, fused, self.w8a8)
+    def _configs(self, dtype: torch.dtype, tokens: int, top_k: int) -> tuple[LaunchConfig, LaunchConfig]:
+        shape, pinned = self.weights.shape, self.batch_invariant
+        formats = self.weights.gate_up.format, self.weights.down.format
+        options = self.arch, tokens, top_k, self.w8a8, pinned, self.gpu
+        found = layer_configs(*formats, shape, dtype, *options)
+        if found.row is None and not pinned:
+            layer = shape.num_experts, top_k, shape.hidden, shape.intermediate
+            note_missing(self.gpu, formats[0].name, layer, INSTEAD)
+        return found.gate_up, found.down
 
 
 def _operands(weights: ProjectionWeights, activation_format: ActivationFormat) -> Operands[ProjectionWeights]:

@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from fanfold.kernels.combine.combine import combine
-from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
+from fanfold.kernels.common.device import gpu_name
+from fanfold.kernels.common.tables import note_missing
+from fanfold.kernels.grouped.sm90.config import Sm90Config
+from fanfold.kernels.grouped.sm90.configs import layer_configs, sizes_of
 from fanfold.kernels.grouped.sm90.items import single_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights
+from fanfold.kernels.lora.launch import fold_down
 from fanfold.kernels.nvfp4.projection import input_scales
 from fanfold.layers.implementations import Adapters
-from fanfold.layers.implementations.folding import products
-from fanfold.layers.implementations.operands import Nvfp4, Operands, Plain, by_row
+from fanfold.layers.implementations.folding import shrunk, source_of
+from fanfold.layers.implementations.operands import Nvfp4, Operands, Plain
 from fanfold.routing.plan import plan_items
 from fanfold.spec.activation import Activation
 from fanfold.spec.activation_format import PLAIN, ActivationFormat
-from fanfold.spec.adapters import Aside
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
 
@@ -32,6 +35,9 @@ class GroupedInt4Sm90:
         activation: between gate_up and down.
         batch_invariant: one config for any number of rows.
         activation_format: what activations are rounded to before both products; nvfp4 for NVFP4 weights alone.
+
+    Attributes:
+        forced: configs of both products, and whether launches are chained, that are being tried; None: the tables'.
 
     Raises:
         UnsupportedError: values that the product does not run, such as scales out of its range.
@@ -51,6 +57,8 @@ class GroupedInt4Sm90:
         self.down_operands = _operands(weights.down, self.down, activation_format)
         self.activation = activation
         self.batch_invariant = batch_invariant
+        self.gpu = gpu_name(self.down.words.device)
+        self.forced: tuple[Sm90Config, Sm90Config, bool] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +74,7 @@ class GroupedInt4Sm90:
         """See Implementation."""
         tokens, top_k = topk_ids.shape
         experts = self.down.num_experts
-        sizes = self.gate_up, self.down, tokens, top_k
-        first, second, chained = pinned_config(*sizes) if self.batch_invariant else config_for(*sizes)
+        first, second, chained = self.forced or self._configs(tokens, top_k)
         hidden, topk_ids = hidden.contiguous(), topk_ids.contiguous()
         with torch.cuda.device_of(hidden):
             if tokens == 1:
@@ -75,17 +82,30 @@ class GroupedInt4Sm90:
             else:
                 route, work = plan_items(topk_ids, experts, first.block_t)
 
-            def gate_up(aside: Aside | None) -> Tensor:
-                x, weights, shared = self.up_operands.of(hidden, topk_ids, top_k)
-                aside = by_row(aside, shared)
-                return grouped_gate_up(x, weights, work, shared, first, self.activation, chained=chained, aside=aside)
+            x, weights, shared = self.up_operands.of(hidden, topk_ids, top_k)
+            source = expand = None
+            if adapters is not None:
+                source = source_of(topk_ids, route, work, adapters)
+                expand = shrunk("fold_gate_up", hidden, adapters.gate_up, source, adapters, True, chained)
+            h = grouped_gate_up(x, weights, work, shared, first, self.activation, chained, expand)
 
-            def down(h: Tensor) -> Tensor:
-                x, weights, _ = self.down_operands.of(h, topk_ids, 1, None if route is None else route.sorted_rows)
-                return grouped_down(x, weights, work, second, chained=chained)
-
-            y2 = products(hidden, topk_ids, route, self.activation, adapters, gate_up, down, chained=True)
+            x, weights, _ = self.down_operands.of(h, topk_ids, 1, None if route is None else route.sorted_rows)
+            expand = None
+            if adapters is not None and source is not None and second.parts == 1:
+                expand = shrunk("fold_down", h, adapters.down, source, adapters, False, chained)
+            y2 = grouped_down(x, weights, work, second, chained, expand)
+            if adapters is not None and source is not None and second.parts > 1:  # onto the sum of the parts
+                y2 = fold_down(y2, h, adapters.down, source, scatter=route is not None)
             return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)
+
+    def _configs(self, tokens: int, top_k: int) -> tuple[Sm90Config, Sm90Config, bool]:
+        sizes, pinned = sizes_of(self.gate_up, self.down), self.batch_invariant
+        found = layer_configs(*sizes, tokens, top_k, pinned=pinned, gpu=self.gpu)
+        if not found.same and not pinned:
+            _, _, hidden, intermediate, experts = sizes
+            layer = experts, top_k, hidden, intermediate
+            note_missing(self.gpu, self.gate_up.format.name, layer, "configs are those of the nearest layer")
+        return found.gate_up, found.down, found.chained
 
 
 def _operands(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from sm90_compiling import empty_weights
 
 from fanfold.kernels.grouped.sm90.config import Sm90Config, misfits
-from fanfold.kernels.grouped.sm90.configs import config_for, layer_configs, pinned_config
+from fanfold.kernels.grouped.sm90.configs import config_for, layer_configs, pinned_config, sizes_of
 from fanfold.kernels.grouped.sm90.supported import refusal
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights, padded
 from fanfold.spec.arch import SHARED_BYTES
+from user_tables import H200, user_folder, write
 
 FORMATS = ["gptq4-g128", "gptq4-g64-asym-v1", "gptq4-g32", "awq4-g128-asym", "packed4-g32-asym", "nvfp4", "mxfp4"]
 SIZES = [64, 128, 192, 320, 768, 2880, 14336]
@@ -121,6 +123,39 @@ def test_zeros_of_groups_of_32_are_on_the_weights() -> None:
     found = config_for(gate_up, down, 1, 8)
     assert found[0] == Sm90Config(8, 8, 1, 1, 128, 3, 1, False)
     assert found[1].scale_on_sum is False
+
+
+def test_the_users_row_comes_first_but_where_configs_are_pinned(tmp_path: Path) -> None:
+    gate_up, down = layer("gptq4-g128", 128, 2048, 768)
+    packages = {tokens: config_for(gate_up, down, tokens, 8) for tokens in (1, 64, 300)}
+    pinned = pinned_config(gate_up, down, 64, 8)
+    own = Sm90Config(16, 8, 1, 1, 128, 4, 1, True)
+    with user_folder(tmp_path):
+        write("grouped_int4_sm90", ("int4", 128, 8, 2048, 768, 64), own, own, chained=True, run=0)
+        assert config_for(gate_up, down, 64, 8) == (own, own, True) != packages[64]
+        assert config_for(gate_up, down, 64, 8, H200) == (own, own, True)
+        assert config_for(gate_up, down, 64, 8, "NVIDIA H100") == packages[64]
+        assert config_for(gate_up, down, 1, 8) == packages[1]
+        assert config_for(gate_up, down, 300, 8) == packages[300]  # the package's 256 is nearer
+        assert pinned_config(gate_up, down, 64, 8) == pinned
+    assert config_for(gate_up, down, 64, 8) == packages[64]
+
+
+def test_a_row_of_a_layer_reaches_four_times_more_tokens(tmp_path: Path) -> None:
+    """Beyond, a row of another layer with as many rows an expert is better than one made for few."""
+    gate_up, down = layer("gptq4-g128", 16, 4096, 4096)
+    sizes = sizes_of(gate_up, down)
+    others = {tokens: layer_configs(*sizes, tokens, 2) for tokens in (16, 64, 65, 4096)}
+    assert not any(found.same for found in others.values())
+    own = Sm90Config(8, 8, 1, 1, 128, 4, 1, True)
+    with user_folder(tmp_path):
+        write("grouped_int4_sm90", ("int4", 16, 2, 4096, 4096, 16), own, own, chained=False, run=0)
+        for tokens in (4, 16, 64):
+            found = layer_configs(*sizes, tokens, 2)
+            assert (found.gate_up, found.same, found.row.header.gpu) == (own, True, H200)
+        for tokens in (65, 4096):
+            assert layer_configs(*sizes, tokens, 2).gate_up == others[tokens].gate_up
+            assert not layer_configs(*sizes, tokens, 2).same
 
 
 def test_the_host_spends_little() -> None:

@@ -67,6 +67,16 @@ def test_another_table(case: str, tmp_path: Path) -> None:
         read_table(path)
 
 
+def test_a_users_table_needs_no_steps(tmp_path: Path) -> None:
+    table = json.loads(TABLE.read_text())
+    first(table)["us"] = {"layer": 10.5, "floor": 4.4}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    row = read_table(path)[0]
+    assert row.us == {"layer": 10.5, "floor": 4.4}
+    assert (row.header.path, row.header.gpu, row.header.arch) == (path, "NVIDIA H200", "sm_90")
+
+
 def test_no_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.json: file: found"):
         read_table(tmp_path / "none.json")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 
 from fanfold.errors import UnavailableError
+from fanfold.kernels.common.tables import REACH
 from fanfold.kernels.grouped.sm90.config import BLOCK_K, Sm90Config, misfits
 from fanfold.kernels.grouped.sm90.supported import FP4_GROUPS
-from fanfold.kernels.grouped.sm90.tuned import TunedLayer, read_table
+from fanfold.kernels.grouped.sm90.tuned import TunedLayer, all_rows
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.spec.weight_format import WeightFormat
 
@@ -31,32 +32,36 @@ class LayerConfigs:
         gate_up, down: configs; both have one `block_t`, that of the work list.
         chained: whether to chain the launches.
         row: of the tuned table, where they come from.
+        same: whether the row is of this very layer and format, and of about so many tokens.
     """
 
     gate_up: Sm90Config
     down: Sm90Config
     chained: bool
     row: TunedLayer
+    same: bool
 
 
 def config_for(
-    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int
+    gate_up: FragmentWeights, down: FragmentWeights, tokens: int, top_k: int, gpu: str | None = None
 ) -> tuple[Sm90Config, Sm90Config, bool]:
     """Configs of both products of a layer, and whether to chain their launches.
 
-    For a layer of the tuned table the row with the nearest number of tokens; for any other the row with the nearest
-    number of rows an expert, changed as little as the sizes need. There is one for all weights that `prepare` accepts.
+    For a layer of the tuned tables the row with the nearest number of tokens, as far as it reaches; for any other the
+    row with the nearest number of rows an expert, changed as little as the sizes need. There is one for all weights
+    that `prepare` accepts.
 
     Args:
         gate_up: the first projection.
         down: the second.
         tokens: T.
         top_k: k.
+        gpu: where it runs, whose own table comes first; None: any of sm_90.
 
     Returns:
         gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
     """
-    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k)
+    found = layer_configs(*sizes_of(gate_up, down), tokens, top_k, gpu=gpu)
     return found.gate_up, found.down, found.chained
 
 
@@ -66,9 +71,9 @@ def pinned_config(
     """As `config_for`, for batch-invariant mode: a row's bits do not depend on the number of rows or their place.
 
     Sums run over K in one order whatever the tile, so tiles may follow the number of rows. What is pinned is where the
-    scale is applied (to the weights) and that K is not split; no table can change that.
+    scale is applied (to the weights) and that K is not split. A user's tables are not asked at all.
     """
-    found = layer_configs(*_sizes(gate_up, down), gate_up.num_experts, tokens, top_k, pinned=True)
+    found = layer_configs(*sizes_of(gate_up, down), tokens, top_k, pinned=True)
     return found.gate_up, found.down, found.chained
 
 
@@ -116,10 +121,10 @@ def _fewer_rows(warpgroups: int, slabs: int) -> list[tuple[int, int]]:
     return [(w, s) for s in range(slabs, 0, -1) for w in (4, 2, 1) if w <= warpgroups]
 
 
-def _sizes(gate_up: FragmentWeights, down: FragmentWeights) -> tuple[Sizes, Sizes, int, int]:
-    """Of both products, and H and I."""
+def sizes_of(gate_up: FragmentWeights, down: FragmentWeights) -> tuple[Sizes, Sizes, int, int, int]:
+    """Of both products, and H, I and E: what `layer_configs` asks of weights."""
     first, second = ((weights.format, weights.rows, weights.padded_k) for weights in (gate_up, down))
-    return first, second, gate_up.k, gate_up.n
+    return first, second, gate_up.k, gate_up.n, gate_up.num_experts
 
 
 @cache
@@ -132,6 +137,7 @@ def layer_configs(
     tokens: int,
     top_k: int,
     pinned: bool = False,
+    gpu: str | None = None,
 ) -> LayerConfigs:
     """`config_for` (or `pinned_config`) by sizes alone, without weights.
 
@@ -140,21 +146,29 @@ def layer_configs(
         hidden, intermediate, experts: H, I, E.
         tokens, top_k: T, k.
         pinned: see `pinned_config`.
+        gpu: see `config_for`.
     """
     family = gate_up[0].kind if gate_up[0].kind in FP4_GROUPS else "int4"
-    row = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens))
+    row, same = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens), all_rows(gpu, pinned))
     first, second = row.gate_up, row.down
     if pinned:
         first, second = _on_weights(first), replace(_on_weights(second), parts=1)
     first, second = fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False)
-    return LayerConfigs(first, second, row.chained, row)
+    return LayerConfigs(first, second, row.chained, row, same)
 
 
-def _nearest(family: str, layer: tuple[int, int, int, int], tokens: int) -> TunedLayer:
-    """The row of the table to start from: of the very layer, else with the nearest number of rows an expert."""
-    rows = [row for row in _table() if row.format in FAMILIES[family]]
+def _nearest(
+    family: str, layer: tuple[int, int, int, int], tokens: int, all_rows: Sequence[TunedLayer]
+) -> tuple[TunedLayer, bool]:
+    """The row to start from, of the very layer or with the nearest number of rows an expert, and whether it is that."""
+    rows = [row for row in all_rows if row.format in FAMILIES[family]]
     experts, top_k, hidden, intermediate = layer
-    same = [row for row in rows if (row.experts, row.top_k, row.hidden, row.intermediate) == layer]
+    same = [
+        row
+        for row in rows
+        if (row.experts, row.top_k, row.hidden, row.intermediate) == layer
+        and max(row.tokens, tokens) <= REACH * min(row.tokens, tokens)
+    ]
     wanted = tokens * top_k / max(1, experts)
 
     def distance(row: TunedLayer) -> tuple[float, bool, float]:
@@ -162,9 +176,5 @@ def _nearest(family: str, layer: tuple[int, int, int, int], tokens: int) -> Tune
         size = row.hidden * row.intermediate / (hidden * intermediate)
         return abs(log(found / wanted)), row.format != family, abs(log(size))
 
-    return min(same or rows, key=distance)
-
-
-@cache
-def _table() -> tuple[TunedLayer, ...]:
-    return read_table()
+    row = min(same or rows, key=distance)
+    return row, bool(same) and row.format == family

@@ -1,20 +1,22 @@
-"""The table of measured configs: kernels/tuned/grouped_int4_sm90.json, read and checked."""
+"""Tables of measured configs: kernels/tuned/grouped_int4_sm90.json and those of the user, read and checked."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from fanfold.errors import ArgumentError, ConfigError
+from fanfold.errors import ArgumentError
+from fanfold.kernels.common import tables
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 
-TABLE = Path(__file__).parents[2] / "tuned" / "grouped_int4_sm90.json"
-HEADER = {"kernel": str, "gpu": str, "dtype": str, "measured": str, "torch": str, "triton": str}
+KERNEL = "grouped_int4_sm90"
+TABLE = tables.PACKAGE / f"{KERNEL}.json"
 FAMILIES = ("int4", "nvfp4", "mxfp4")
-SIZES = ("experts", "top_k", "hidden", "intermediate", "tokens")
-TIMES = ("layer", "plan", "gate_up", "down", "sum", "floor")
+TIMES = ("layer", "floor", "plan", "gate_up", "down", "sum")
+STEPS = TIMES[2:]
+"""What `fanfold tune` does not measure."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,17 @@ class TunedLayer:
     """The best configs found for one layer and number of tokens.
 
     Attributes:
+        header: of the table.
         format: "int4" (any integers), "nvfp4" or "mxfp4".
         experts, top_k, hidden, intermediate, tokens: E, k, H, I, T.
         chained: launch with `chained`.
         gate_up, down: configs; both have one block_t.
-        us: microseconds of the whole layer and its steps; floor: the least that bytes and operations allow.
-        run: number of the run in benchmarks/results.
+        us: microseconds of the whole layer and, where measured, its steps; floor: the least that bytes and operations
+            allow.
+        run: number of the run in benchmarks/results; 0: `fanfold tune`.
     """
 
+    header: tables.Header
     format: str
     experts: int
     top_k: int
@@ -52,57 +57,42 @@ def read_table(path: Path = TABLE) -> tuple[TunedLayer, ...]:
     Raises:
         ConfigError: it is no such table; names the row and field.
     """
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise _wrong(path, "file", str(error), "JSON") from error
-    layers = _record(path, "table", table, {**HEADER, "layers": list})["layers"]
-    return tuple(_layer(path, f"layers[{i}]", row) for i, row in enumerate(layers))
+    header, rows = tables.read(path)
+    return tuple(_layer(header, f"layers[{i}]", row) for i, row in enumerate(rows))
 
 
-def _layer(path: Path, where: str, row: object) -> TunedLayer:
-    sizes: dict[str, type] = dict.fromkeys(SIZES, int)
-    found = _record(
-        path,
-        where,
-        row,
-        {"format": str, **sizes, "chained": bool, "gate_up": dict, "down": dict, "us": dict, "run": int},
-    )
-    us = _record(path, f"{where}.us", found["us"], dict.fromkeys(TIMES, float))
-    gate_up, down = (_config(path, f"{where}.{name}", found[name]) for name in ("gate_up", "down"))
+@cache
+def all_rows(gpu: str | None, pinned: bool) -> tuple[TunedLayer, ...]:
+    """The rows that a layer may run with, the user's first.
+
+    Args:
+        gpu: where it runs; None: any of sm_90.
+        pinned: batch-invariant mode, where a user's table changes nothing.
+    """
+    own = [] if pinned else tables.user_tables(KERNEL, gpu)
+    return tuple(row for path in (*own, TABLE) for row in read_table(path))
+
+
+def _layer(header: tables.Header, where: str, row: object) -> TunedLayer:
+    path = header.path
+    sizes: dict[str, type] = dict.fromkeys(tables.SIZES, int)
+    configs: dict[str, type] = {"gate_up": dict, "down": dict}
+    kinds = {"format": str, **sizes, "chained": bool, **configs, "us": dict, "run": int}
+    found = tables.record(path, where, row, kinds)
+    us = tables.record(path, f"{where}.us", found["us"], dict.fromkeys(TIMES, float), STEPS)
+    gate_up, down = (_config(path, f"{where}.{name}", found[name]) for name in configs)
     if gate_up.block_t != down.block_t:
-        raise _wrong(path, f"{where}.down.block_t", str(down.block_t), f"{gate_up.block_t}, that of gate_up")
+        raise tables.wrong(path, f"{where}.down.block_t", str(down.block_t), f"{gate_up.block_t}, that of gate_up")
     if found["format"] not in FAMILIES:
-        raise _wrong(path, f"{where}.format", repr(found["format"]), f"one of {FAMILIES}")
-    for name in SIZES:
-        if found[name] < 1:
-            raise _wrong(path, f"{where}.{name}", str(found[name]), "a positive number")
+        raise tables.wrong(path, f"{where}.format", repr(found["format"]), f"one of {FAMILIES}")
+    tables.check_sizes(path, where, found)
     made: dict[str, Any] = {**found, "us": us, "gate_up": gate_up, "down": down}
-    return TunedLayer(**made)
+    return TunedLayer(header, **made)
 
 
 def _config(path: Path, where: str, row: object) -> Sm90Config:
     kinds = {field.name: bool if field.name == "scale_on_sum" else int for field in fields(Sm90Config)}
     try:
-        return Sm90Config(**_record(path, where, row, kinds))
+        return Sm90Config(**tables.record(path, where, row, kinds))
     except ArgumentError as error:
-        raise _wrong(path, f"{where}: {error.what}", error.found, error.expected) from error
-
-
-def _record(path: Path, where: str, row: object, kinds: dict[str, type]) -> dict[str, Any]:
-    """The row, with exactly these fields of these types (an int is not a bool)."""
-    if not isinstance(row, dict):
-        raise _wrong(path, where, type(row).__name__, "an object")
-    found = cast(dict[str, Any], row)
-    if set(found) != set(kinds):
-        raise _wrong(path, where, f"fields {sorted(found)}", f"{sorted(kinds)}")
-    for name, kind in kinds.items():
-        if type(found[name]) is not kind:
-            raise _wrong(path, f"{where}.{name}", repr(found[name]), kind.__name__)
-    return found
-
-
-def _wrong(path: Path, what: str, found: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"{path.name}: {what}", found=found, expected=expected, next_step="Write the table as `TunedLayer` has it."
-    )
+        raise tables.of_config(path, where, error) from error
