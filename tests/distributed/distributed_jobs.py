@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from parts import part
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -22,7 +22,6 @@ from fanfold.layers.experts import Experts
 from fanfold.lora.files import AdapterFile, Fetched
 from fanfold.lora.pool import AdapterPool
 from fanfold.spec import ExpertShape, ExpertWeights
-from fanfold.spec.weights import ProjectionWeights
 from samples import SILU, logits, numbers, random_experts, random_routing
 
 EXPERTS, TOP_K, TOKENS, HIDDEN, INTERMEDIATE = 8, 3, 9, 64, 32
@@ -31,18 +30,6 @@ EXPERTS, TOP_K, TOKENS, HIDDEN, INTERMEDIATE = 8, 3, 9, 64, 32
 def weights_of(name: str) -> ExpertWeights:
     """The same layer in every process."""
     return random_experts(name, EXPERTS, HIDDEN, INTERMEDIATE)
-
-
-def part(weights: ExpertWeights, experts: tuple[int, ...]) -> ExpertWeights:
-    """Some experts of a layer."""
-
-    def of(projection: ProjectionWeights) -> ProjectionWeights:
-        chosen = list(experts)
-        bias = None if projection.bias is None else projection.bias[chosen]
-        tensors = {name: tensor[chosen] for name, tensor in projection.tensors.items()}
-        return replace(projection, tensors=tensors, bias=bias)
-
-    return ExpertWeights(of(weights.gate_up), of(weights.down))
 
 
 def batch(dtype: torch.dtype, tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
