@@ -47,8 +47,8 @@ in one batch. Exported by fanfold {fanfold} with Triton {triton}; `manifest.json
 from kernels import get_local_kernel
 
 fanfold = get_local_kernel("PATH OF THIS FOLDER")
-print(fanfold.functions())
-print(fanfold.describe({example!r}))
+fanfold.functions()
+fanfold.describe({example!r})
 ```
 
 Functions: {functions}. Compiled for {archs}. `build/torch-cuda` also has a launcher in C (`fanfold_kernels.h`, `.c`).
