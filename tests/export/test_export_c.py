@@ -313,6 +313,25 @@ def test_files_and_drivers_that_fail(host: Host, folder: Path, tmp_path: Path) -
     assert host.launched.count == 1
 
 
+def test_arguments_are_checked_where_there_is_no_gpu(host: Host, folder: Path) -> None:
+    """What is wrong comes before what is not here."""
+    context, error = ctypes.c_void_p(), Error()
+    opened = host.library.fanfold_open_without_gpu
+    assert opened(str(folder).encode(), 90, ctypes.byref(context), ctypes.byref(error)) == OK
+    without = Host(host.library, host.driver, context)
+    kernel = pick("combine", slots=2, columns=256)
+    given = arguments(kernel, sizes_for(kernel, GIVEN))
+    status, found = without.call(kernel.function, **(given | {"outputs": 100}))
+    assert (status, "expected a multiple of 16" in found.text) == (INVALID, True)
+    status, found = without.call(kernel.function, **given)
+    assert (status, "opened without a GPU" in found.text) == (NO_DRIVER, True)
+    assert without.call(kernel.function, **(given | {"tokens": 0}))[0] == OK
+    host.library.fanfold_close(context)
+    assert opened(str(folder).encode(), 89, ctypes.byref(context), ctypes.byref(error)) == NOT_EXPORTED
+    assert opened(str(folder).encode(), 0, ctypes.byref(context), ctypes.byref(error)) == INVALID
+    assert host.launched.count == 0
+
+
 def test_all_kernels_of_the_gpu_are_loaded_once(host: Host) -> None:
     loaded = ctypes.c_int.in_dll(host.driver, "loaded_modules")
     assert host.library.fanfold_load_all(host.context, None) == OK

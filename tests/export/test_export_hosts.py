@@ -131,9 +131,13 @@ def test_hosts_report_what_is_wrong(language: str, described: Path, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels that the hosts launch, and others of their configs."""
     major, minor = torch.cuda.get_device_capability()
+    arch, formats = f"sm_{major}{minor}", ["gptq4-g128"]
+    wanted = {line.split("sm_90")[0] + arch for launches in LAUNCHES.values() for line in launches}
+    configs = {kernel.config for kernel in plan([arch], OPS, formats=formats) if kernel.id in wanted}
     folder = tmp_path_factory.mktemp("hosts") / "kernels"
-    export(folder, [10 * major + minor], OPS, formats=["gptq4-g128"])
+    export(folder, [arch], OPS, formats=formats, configs=sorted(configs))
     return folder
 
 

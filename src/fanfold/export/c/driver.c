@@ -126,16 +126,13 @@ static int ask_device(fanfold_context *context, fanfold_error *error)
         return driver_failed(cuda, code, "cuDeviceGetAttribute", "fanfold_open", error);
     context->arch = 10 * major + minor;
     context->most_shared = shared;
-    if (!has_arch(context->arch))
-        return fail(error, FANFOLD_NOT_EXPORTED, "fanfold_open: this GPU is sm_%d; exported for %s: export it again with "
-                    "--arch %d", (int)context->arch, ARCHS_OF_THIS_FILE, (int)context->arch);
     return FANFOLD_OK;
 }
 
-int fanfold_open(const char *folder, fanfold_context **context, fanfold_error *error)
+static int open_context(const char *folder, int arch, fanfold_context **context, fanfold_error *error)
 {
     fanfold_context *made;
-    int status;
+    int status = FANFOLD_OK;
     if (folder == NULL || context == NULL)
         return fail(error, FANFOLD_INVALID_ARGUMENT, "fanfold_open: %s is NULL", folder == NULL ? "folder" : "context");
     *context = NULL;
@@ -145,15 +142,32 @@ int fanfold_open(const char *folder, fanfold_context **context, fanfold_error *e
         return fail(error, FANFOLD_NO_MEMORY, "fanfold_open: no memory for a context");
     }
     strcpy(made->folder, folder);
-    status = open_driver(&made->cuda, error);
-    if (status == FANFOLD_OK)
+    made->arch = arch;
+    made->most_shared = INT32_MAX;
+    if (arch == 0 && (status = open_driver(&made->cuda, error)) == FANFOLD_OK)
         status = ask_device(made, error);
+    if (status == FANFOLD_OK && !has_arch(made->arch))
+        status = fail(error, FANFOLD_NOT_EXPORTED,
+                      "fanfold_open: this GPU is sm_%d; exported for %s: export it again with --arch %d", (int)made->arch,
+                      ARCHS_OF_THIS_FILE, (int)made->arch);
     if (status != FANFOLD_OK) {
         fanfold_close(made);
         return status;
     }
     *context = made;
     return succeed(error);
+}
+
+int fanfold_open(const char *folder, fanfold_context **context, fanfold_error *error)
+{
+    return open_context(folder, 0, context, error);
+}
+
+int fanfold_open_without_gpu(const char *folder, int arch, fanfold_context **context, fanfold_error *error)
+{
+    if (arch < 1)
+        return fail(error, FANFOLD_INVALID_ARGUMENT, "fanfold_open_without_gpu: arch: found %d, expected e.g. 90", arch);
+    return open_context(folder, arch, context, error);
 }
 
 void fanfold_close(fanfold_context *context)

@@ -132,6 +132,8 @@ static int load(fanfold_context *context, const fanfold_kernel *kernel, void **f
     loaded made = {kernel, NULL, NULL};
     char *bytes = NULL;
     int status, code;
+    if (cuda->library == NULL)
+        return fail(error, FANFOLD_NO_DRIVER, "%s: opened without a GPU; open the folder where there is one", kernel->id);
     for (int32_t i = 0; i < context->count; i++)
         if (context->kernels[i].kernel == kernel) {
             *function = context->kernels[i].function;

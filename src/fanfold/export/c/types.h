@@ -28,6 +28,9 @@ typedef void *fanfold_stream; /* a CUstream */
 typedef struct fanfold_context fanfold_context;
 
 int fanfold_open(const char *folder, fanfold_context **context, fanfold_error *error);
+/* The same without a GPU, for kernels of compute capability `arch`, e.g. 90: functions check their arguments, and return
+   FANFOLD_NO_DRIVER where they would launch. */
+int fanfold_open_without_gpu(const char *folder, int arch, fanfold_context **context, fanfold_error *error);
 /* Loads every kernel for this GPU now, so that no later call does: before a CUDA graph is captured. */
 int fanfold_load_all(fanfold_context *context, fanfold_error *error);
 /* Unloads the kernels; nothing may run them any more. */
