@@ -21,7 +21,7 @@ from fanfold.export.machine_code import Operands, Usage
 from fanfold.export.paths import HEADER, SOURCE, cubin_path
 from fanfold.export.plan import OPS, plan
 from fanfold.export.source import source_of
-from fanfold.export.words import WORDS, number
+from fanfold.export.words import number
 
 NEEDS_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
 STRICT = ("-pedantic", "-Wall", "-Wextra", "-Werror")
@@ -164,7 +164,3 @@ def evaluated(made: Compiled, sizes: Mapping[str, int]) -> dict[str, int]:
     """Value of every argument that is a whole number."""
     found = {p.name: made.kernel.values[p.name].formula for p in made.parameters if p.type in ("i32", "i64")}
     return {name: evaluate(formula, sizes) for name, formula in found.items()}
-
-
-def is_word(choice: str) -> bool:
-    return choice in WORDS

@@ -18,7 +18,6 @@ from fanfold.export.plan import OPS, plan
 from fanfold.spec.arch import SHARED_BYTES
 
 SPILLS = {
-    "sm_80": {"grouped_int4_gate_up-bf16-gptq4-g128-silu-aside1-tile32": 8},
     "sm_90": {"grouped_int4_gate_up-bf16-gptq4-g128-silu-aside1-tile128": 8},
 }
 """Bytes a thread. The manifest says so, too; these configs are those that the library selects."""
