@@ -349,9 +349,12 @@ def test_the_header_compiles_alone_as_c_and_cpp(folder: Path) -> None:
 def test_numbers_of_words_stay_what_they_are(folder: Path) -> None:
     """A host that was compiled with an older header says the same."""
     text = (folder / HEADER).read_text()
-    formats = ("gptq4-g128 gptq4-g64 gptq4-g32 gptq4-g128-asym-v1 gptq4-g128-asym-v2 gptq4-g32-asym-v1 packed4-g128 "
-               "packed4-g32 packed4-g128-asym awq4-g128-asym gptq8-g128 gptq8-channel packed8-g128 packed8-channel nvfp4 "
-               "nvfp4-divisor mxfp4 fp8-tensor fp8-channel fp8-block128x128 bf16 fp16 fp32").split()  # fmt: skip
+    formats = [
+        *("gptq4-g128", "gptq4-g64", "gptq4-g32", "gptq4-g128-asym-v1", "gptq4-g128-asym-v2", "gptq4-g32-asym-v1"),
+        *("packed4-g128", "packed4-g32", "packed4-g128-asym", "awq4-g128-asym"),
+        *("gptq8-g128", "gptq8-channel", "packed8-g128", "packed8-channel"),
+        *("nvfp4", "nvfp4-divisor", "mxfp4", "fp8-tensor", "fp8-channel", "fp8-block128x128", "bf16", "fp16", "fp32"),
+    ]
     for choice, words in {
         "dtype": ["bf16", "fp16", "fp32"],
         "projection": ["gate_up", "down"],
