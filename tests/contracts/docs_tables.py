@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from typer.models import OptionInfo
 
+from exchange_bytes import exchange_table, time_table
 from fanfold.cli.app import app
 from fanfold.explanation import explain
 from fanfold.formats.codec import codec, shapes
@@ -23,7 +24,7 @@ ARCHS = ("cpu", "80", "90", "100")
 def table(name: str, *arguments: str) -> str:
     """Markdown of the table of that name."""
     tables = {"options": options, "tensors": tensors, "runs": runs, "operations": operations}
-    return {**tables, "placements": placement_table}[name](*arguments)
+    return {**tables, "placements": placement_table, "exchanges": exchange_table, "times": time_table}[name](*arguments)
 
 
 def options(command: str) -> str:

@@ -180,3 +180,29 @@ def pool_steps(path: Path, adapter: Path, others: dict[int, Path]) -> list[str]:
 
 def _no_room(*_: object) -> None:
     raise DeviceMemoryError("device", found="no room", expected="room", next_step="Free some.")
+
+
+def bytes_sent(tokens: int, options: dict[str, Any]) -> int:
+    """What this rank sends to others in a forward of tokens of its own, counts aside."""
+    rank = dist.get_rank()
+    layer = spread("bf16", torch.bfloat16, exchange="all_to_all", **options)
+    sent = 0
+
+    def counting(out: Tensor, rows: Tensor, *splits: Any, group: Any) -> None:
+        nonlocal sent
+        to = splits[1] if splits else [len(rows) // dist.get_world_size()] * dist.get_world_size()
+        sent += rows.dtype != torch.int64 and (len(rows) - to[rank]) * rows[:1].nbytes
+        all_to_all(out, rows, *splits, group=group)
+
+    def gathering(out: Tensor, rows: Tensor, group: Any) -> None:
+        nonlocal sent
+        sent += rows.nbytes * (dist.get_world_size() - 1)
+        gather(out, rows, group=group)
+
+    all_to_all, gather = dist.all_to_all_single, dist.all_gather_single
+    dist.all_to_all_single, dist.all_gather_single = counting, gathering
+    try:
+        layer(*batch(torch.bfloat16, tokens, seed=rank))
+    finally:
+        dist.all_to_all_single, dist.all_gather_single = all_to_all, gather
+    return sent

@@ -18,7 +18,7 @@ from fanfold.distributed.peers import peers_of
 
 def forward_beside_a_dead_rank(dead: int, options: dict[str, Any]) -> None:
     """A forward in which a rank is killed."""
-    pulse.QUIET = 1.5
+    pulse.QUIET = 1.0
     layer = spread("bf16", torch.bfloat16, **options)
     layer(*batch(torch.bfloat16))
     if dist.get_rank() == dead:
@@ -28,7 +28,7 @@ def forward_beside_a_dead_rank(dead: int, options: dict[str, Any]) -> None:
 
 def load_beside_a_dead_rank(path: Path) -> None:
     """A load in which a rank is killed."""
-    pulse.QUIET = 1.5
+    pulse.QUIET = 1.0
     peers_of().agree("begin", {}, None)
     if dist.get_rank() == 1:
         time.sleep(2 * pulse.BEAT)  # the others have seen it

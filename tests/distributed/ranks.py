@@ -25,9 +25,14 @@ class Ranks:
     """`size` processes, forked from a server that has imported torch once.
 
     The store is the parent's, as that of torchrun is the launcher's: it outlives every rank.
+
+    Args:
+        size: how many.
+        timeout: of the group and its store, in seconds.
+        mortal: whether a process ends behind a RankError, as one does whose script does not catch it.
     """
 
-    def __init__(self, size: int, timeout: float = 30.0) -> None:
+    def __init__(self, size: int, timeout: float = 30.0, *, mortal: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.size = size
@@ -36,7 +41,9 @@ class Ranks:
         self._processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, size, self._store.port, timeout), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, size, self._store.port, timeout, mortal), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -83,7 +90,7 @@ class Ranks:
             process.join()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float, mortal: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=timeout))
@@ -96,5 +103,5 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout: float) ->
         except Exception as error:
             result = error
         pipe.send_bytes(pickle.dumps(result))
-        if isinstance(result, RankError):
-            return  # as a process ends whose script does not catch it
+        if mortal and isinstance(result, RankError):
+            return

@@ -24,7 +24,7 @@ from fanfold.errors import ArgumentError
 from fanfold.layers.reference import layer
 from samples import SILU
 
-BOUNDS = pytest.mark.parametrize("bound", [None, 12 * TOP_K, 100], ids=["exact sizes", "bound", "loose bound"])
+BOUNDS = [None, 12 * TOP_K]
 
 
 def single(name: str, dtype: torch.dtype, rank: int) -> Tensor:
@@ -32,22 +32,24 @@ def single(name: str, dtype: torch.dtype, rank: int) -> Tensor:
     return layer(x, ids, weights, weights_of(name), SILU)
 
 
-@BOUNDS
-@pytest.mark.parametrize("name", ["bf16", "gptq4-g32-actorder", "nvfp4"])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("bf16", None), ("gptq4-g32-actorder", None), ("nvfp4", None), ("nvfp4", 12 * TOP_K), ("nvfp4", 100)],
+)
 def test_rows_give_the_bits_of_one_process(name: str, bound: int | None, ranks: Ranks) -> None:
     found = ranks.run(forward_own, name, torch.bfloat16, None, {"bound": bound})
     for rank, y in enumerate(found):
         assert torch.equal(y, single(name, torch.bfloat16, rank))
 
 
-@BOUNDS
+@pytest.mark.parametrize("bound", BOUNDS)
 def test_copies_and_any_order_of_experts_change_no_bit(bound: int | None, ranks: Ranks) -> None:
     found = ranks.run(forward_own, "gptq4-g32", torch.float16, COPIED[ranks.size], {"bound": bound})
     for rank, y in enumerate(found):
         assert torch.equal(y, single("gptq4-g32", torch.float16, rank))
 
 
-@BOUNDS
+@pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_stay_within_the_tolerance_that_is_stated(dtype: torch.dtype, bound: int | None, ranks: Ranks) -> None:
     stack = weights_of("nvfp4")

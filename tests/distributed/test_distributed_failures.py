@@ -32,7 +32,7 @@ SOON = 20.0
 @contextmanager
 def fresh(size: int, timeout: float = 60.0) -> Iterator[Ranks]:
     """Ranks of whom some will not survive."""
-    ranks = Ranks(size, timeout)
+    ranks = Ranks(size, timeout, mortal=True)
     try:
         yield ranks
     finally:
@@ -47,15 +47,19 @@ def results(ranks: Ranks, job: Callable[..., Any], *args: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"exchange": "all_to_all"}, {"exchange": "all_to_all", "bound": 30}])
-def test_a_rank_that_dies_in_a_forward_is_named_on_all_others(options: dict[str, Any]) -> None:
-    with fresh(4) as ranks:
-        found = results(ranks, forward_beside_a_dead_rank, 2, options)
-    assert found[2] is None
-    for error in (found[0], found[1], found[3]):
+ALL_TO_ALL = {"exchange": "all_to_all"}
+
+
+@pytest.mark.parametrize(("size", "options"), [(4, {}), (2, ALL_TO_ALL), (2, {**ALL_TO_ALL, "bound": 30})])
+def test_a_rank_that_dies_in_a_forward_is_named_on_all_others(size: int, options: dict[str, Any]) -> None:
+    dead = size // 2
+    with fresh(size) as ranks:
+        found = results(ranks, forward_beside_a_dead_rank, dead, options)
+    assert found.pop(dead) is None
+    for error in found:
         assert isinstance(error, RankError)
         assert error.what == f"experts: {options.get('exchange', 'all_reduce')}"
-        assert error.found == "rank 2 gone: ended, or no sign of life for 1.5 s"
+        assert error.found == f"rank {dead} gone: ended, or no sign of life for 1 s"
 
 
 @pytest.mark.parametrize("job", [load_beside_a_dead_rank, load_beside_a_rank_that_ends])
@@ -85,23 +89,21 @@ def test_a_store_that_is_lost() -> None:
             assert error.found.startswith("rank 0 gone with the group's store (Dist")
 
 
-def test_another_checkpoint_on_a_rank(tmp_path: Path) -> None:
+def test_another_checkpoint_on_a_rank(ranks_of: Callable[[int], Ranks], tmp_path: Path) -> None:
     other = Path(shutil.copytree(sample(NAME), tmp_path / NAME))
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
-    with fresh(2) as ranks:
-        for error in results(ranks, load_each, [sample(NAME), other]):
-            assert isinstance(error, RankError)
-            assert error.what == f"{NAME}: all but experts: checkpoint"
-            assert [part[:8] for part in error.found.split("; ")] == ["rank 0: ", "rank 1: "]
+    for error in results(ranks_of(2), load_each, [sample(NAME), other]):
+        assert isinstance(error, RankError)
+        assert error.what == f"{NAME}: all but experts: checkpoint"
+        assert [part[:8] for part in error.found.split("; ")] == ["rank 0: ", "rank 1: "]
 
 
-def test_a_file_that_one_rank_can_not_read(tmp_path: Path) -> None:
+def test_a_file_that_one_rank_can_not_read(ranks_of: Callable[[int], Ranks], tmp_path: Path) -> None:
     other = Path(shutil.copytree(sample(NAME), tmp_path / NAME))
     (other / "model.safetensors").write_bytes(b"no safetensors")
-    with fresh(2) as ranks:
-        error, own = results(ranks, load_each, [sample(NAME), other])
+    error, own = results(ranks_of(2), load_each, [sample(NAME), other])
     assert isinstance(own, CorruptFileError)
     assert isinstance(error, RankError)
     assert error.found.startswith("rank 1 failed: CorruptFileError: ")
@@ -116,11 +118,12 @@ def test_a_file_that_one_rank_can_not_read(tmp_path: Path) -> None:
         (["bf16", "bf16"], [{"exchange": "all_to_all", "bound": b} for b in (9, 12)], "exchange"),
     ],
 )
-def test_layers_of_other_kinds(names: list[str], options: list[dict[str, Any]], what: str) -> None:
-    with fresh(2) as ranks:
-        for error in results(ranks, spread_each, names, options):
-            assert isinstance(error, RankError)
-            assert error.what == f"experts: experts of all ranks: {what}"
+def test_layers_of_other_kinds(
+    names: list[str], options: list[dict[str, Any]], what: str, ranks_of: Callable[[int], Ranks]
+) -> None:
+    for error in results(ranks_of(2), spread_each, names, options):
+        assert isinstance(error, RankError)
+        assert error.what == f"experts: experts of all ranks: {what}"
 
 
 @pytest.mark.parametrize(
