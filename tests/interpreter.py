@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,7 @@ def patch_interpreter() -> None:
     patch_the_language_once()
     skip_idle_checks()
     keep_types()
+    round_fma_once()
 
 
 def patch_the_language_once() -> None:
@@ -97,6 +99,28 @@ def keep_types() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     interpreter._get_np_dtype = find_dtype
+
+
+def round_fma_once() -> None:
+    """Of fp32, as GPUs do: the product is exact in fp64; the sum, where it is not, gets an odd last bit, so that it is
+    never halfway between two numbers of fp32."""
+    from triton.runtime import interpreter
+
+    builder = type(interpreter.interpreter_builder)
+    fma = builder.create_fma
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.data.dtype != np.float32:
+            return fma(self, x, y, z)
+        product, added = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)
+        total = np.asarray(product + added)
+        part = total - product
+        rest = (product - (total - part)) + (added - part)
+        even = (rest != 0) & (total.view(np.int64) & 1 == 0)
+        total = np.where(even, np.nextafter(total, np.copysign(np.inf, rest)), total)
+        return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+    builder.create_fma = create_fma
 
 
 def read_loop_bounds() -> None:

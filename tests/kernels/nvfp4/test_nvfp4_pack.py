@@ -15,6 +15,8 @@ from graphs import check_replays, same_bits
 from samples import numbers
 
 K = 80
+EXTREME = (1e-11, 1e11, 3e-36, 1e36)
+"""Global scales beyond which sizes are divided, one by one."""
 
 
 def check(x: Tensor, gs: Tensor | None, device: str, ids: Tensor | None = None, ties: str | None = None) -> None:
@@ -34,9 +36,30 @@ def test_every_edge_of_codes_and_scales(levels: int, device: str) -> None:
         check(codes, one, device, ties=ties)
     check(scales, one, device)
     if levels == 2:  # steps that are no power of two, a scale of 0, saturation
-        for gs in (0.3, 1.7e-3, 1e4, 1e-9):
+        for gs in (0.3, 1.7e-3, 1e4, 1e-9, *EXTREME):
             check(codes * gs, torch.full((1,), gs), device)
             check(codes, torch.full((1,), gs), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits(dtype: torch.dtype, device: str) -> None:
+    """Among numbers like it, and among all others; NaN and infinity too."""
+    numbers = torch.arange(2**16).to(torch.int16).view(dtype)
+    mixed = numbers[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    finite = mixed[mixed.isfinite()]
+    for x in (numbers, mixed, finite[: len(finite) // 16 * 16]):
+        for ties in ("even", "zero"):
+            check(x[None], None, device, ties=ties)
+            check(x[None], torch.tensor([0.013]), device, ties=ties)
+    check(mixed[None], torch.tensor([1e-12]), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_where_no_word_lies(dtype: torch.dtype, device: str) -> None:
+    x = awkward_rows(K + 3).to(dtype)
+    check(x[:, 1 : K + 1], None, device)
+    check(x[:, 2 : K + 2], torch.ones(9), device)
+    check(x.flatten()[1 : 1 + 8 * K].view(8, K), torch.ones(8), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -52,6 +75,10 @@ def test_rows_gathered_by_token(dtype: torch.dtype, device: str) -> None:
     wide = torch.cat([x, x], dim=1)
     check(wide[:, :K], None, device)  # rows lie apart
     check(x[:0], None, device)
+    for k in (16, 112, 1040, 1168):  # programs of 64, 128 and 256 groups, the last one not full
+        row = numbers(3, k, seed=k).half().to(dtype)
+        check(row, None, device)
+        check(row, gs[:3], device)
 
 
 def test_nan_and_infinity(device: str) -> None:
@@ -75,10 +102,11 @@ def test_bf16_and_replays(levels: int) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("divisor", [False, True])
-def test_weights_have_the_bits_of_the_format(divisor: bool, transposed: bool, device: str) -> None:
-    stack = numbers(3, 4, 48) * torch.tensor([1.0, 30.0, 1e-3])[:, None, None]
+@pytest.mark.parametrize(("n", "k"), [(4, 48), (72, 208)])
+def test_weights_have_the_bits_of_the_format(divisor: bool, transposed: bool, n: int, k: int, device: str) -> None:
+    stack = numbers(3, n, k) * torch.tensor([1.0, 30.0, 1e-3])[:, None, None]
     stack[0, 2], stack[1, 0, :16], stack[0, 3, :5] = 0, -0.0, -1e-9
-    stack = torch.cat([stack, torch.zeros(1, 4, 48)]).half()
+    stack = torch.cat([stack, torch.zeros(1, n, k)]).half()
     packed, scales, global_scales = weights.pack_weights(stack.to(device), divisor=divisor, transposed=transposed)
     fmt = WeightFormat.parse("nvfp4-divisor" if divisor else "nvfp4")
     for expert, weight in enumerate(stack):
@@ -91,13 +119,23 @@ def test_weights_have_the_bits_of_the_format(divisor: bool, transposed: bool, de
 
 @ALL_ARCHS
 def test_it_compiles(arch: str) -> None:
-    """Activations with one and two levels of scales, and weights."""
-    for ids, levels, transposed in ((True, 2, False), (False, 1, False), (False, 2, True)):
-        pointers = {"x_ptr": "*bf16", "q_ptr": "*u8", "s_ptr": "*u8"}
-        constants = {"TO_EVEN": levels == 2, "DIVIDE": transposed, "TRANSPOSED": transposed, "GROUPS": pack.GROUPS}
-        constants["NATIVE"] = int(arch[3:]) >= 89
-        for name, kind, given in (("ids_ptr", "*i32", ids), ("gs_ptr", "*fp32", levels == 2)):
-            (pointers if given else constants)[name] = kind if given else None
-        types = {**pointers, **dict.fromkeys(("T", "rows", "groups", "rows_per_scale", "stride_x"), "i32")}
-        case = f"{levels} levels{', by id' if ids else ''}{', transposed' if transposed else ''}"
+    """Activations with one and two levels of scales, by token and of other types, and weights."""
+    cases = (
+        *((1, False, False, kind) for kind in ("bfloat16", "float16", "float32")),
+        *((2, True, False, "bfloat16"), (2, False, False, "bfloat16"), (2, False, True, "bfloat16")),
+    )
+    for levels, ids, transposed, kind in cases:
+        types = {"x_ptr": "*i64" if kind == "float32" else "*i32", "q_ptr": "*u8", "s_ptr": "*u8"}
+        types |= dict.fromkeys(("T", "groups", "stride_x"), "i32")
+        rows, groups = pack.TILE if transposed else (1, 256)
+        constants: dict[str, object] = {"KIND": kind, "TO_EVEN": levels == 2, "DIVIDE": transposed}
+        constants |= {"TRANSPOSED": transposed, "NATIVE": int(arch[3:]) >= 89, "BLOCK_R": rows, "BLOCK_G": groups}
+        constants |= {"DOWN": 48 if transposed else 1, "ACROSS": 0 if levels == 1 else 16}
+        for name, given, kept in (
+            ("ids_ptr", "*i32", ids),
+            ("gs_ptr", "*fp32", levels == 2),
+            ("rows", "i32", transposed),
+        ):
+            (types if kept else constants)[name] = given if kept else 1 if name == "rows" else None
+        case = f"{levels} levels{', by id' if ids else ''}{', transposed' if transposed else ''}, {kind}"
         check_fits(compile_kernel(pack.pack_groups, types, constants, arch, 4, case), arch)

@@ -28,7 +28,7 @@ def ids_of(tokens: int = T) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, 1.7e-3, 1e4, 1e-9])
+@pytest.mark.parametrize("scale", [1.0, 0.3, 1.7e-3, 1e4, 1e-9, 3e-36, 1e36])
 def test_every_edge_of_codes_and_scales(scale: float, device: str) -> None:
     for x in (rows_with_scale(code_edges()).view(1, -1), rows_of_scales().view(1, -1)):
         gs = torch.tensor([scale])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ def test_unswizzled_is_what_it_was(n: int, groups: int) -> None:
     assert torch.equal(reference.swizzle(floats).view(torch.uint8), both)
 
 
-@pytest.mark.parametrize(("n", "groups"), [(1, 1), (129, 5), (300, 9)])
+@pytest.mark.parametrize(("n", "groups"), [(1, 1), (129, 5), (300, 9), (129, 8), (260, 12)])
 def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: str) -> None:
     plain = scales(3, n, groups).to(device)
     found = swizzle.swizzle(plain)
@@ -51,13 +53,18 @@ def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: s
     assert torch.equal(swizzle.swizzle(transposed.mT), found)
     assert swizzle.swizzle(plain.view(torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn
     assert swizzle.swizzle(plain[:0]).shape == (0, found.shape[1])
+    wide = torch.cat([plain, plain], dim=2)
+    assert torch.equal(swizzle.swizzle(wide[:, :, :groups]), found)  # rows lie apart
+    shifted = torch.cat([plain.flatten()[:1], plain.flatten()])[1:].view(plain.shape)
+    assert torch.equal(swizzle.swizzle(shifted), found)  # no word is where words lie
 
 
 @ALL_ARCHS
 def test_it_compiles(arch: str) -> None:
     ints = ("N", "groups", "size", "stride_e", "stride_n", "stride_g")
-    types = {"plain_ptr": "*u8", "atoms_ptr": "*u8", **dict.fromkeys(ints, "i32")}
-    for to_atoms in (True, False):
-        constants = {"TO_ATOMS": to_atoms, "BLOCK": swizzle.BLOCK}
-        case = "to atoms" if to_atoms else "from atoms"
+    for to_atoms, side in product((True, False), (1, 4)):
+        pointer = "*i32" if side == 1 else "*u8"
+        types = {"plain_ptr": pointer, "atoms_ptr": pointer, **dict.fromkeys(ints, "i32")}
+        constants = {"TO_ATOMS": to_atoms, "SIDE": side, "BLOCK": swizzle.BLOCK}
+        case = f"{'to' if to_atoms else 'from'} atoms, {'words' if side == 1 else 'bytes'}"
         check_fits(compile_kernel(swizzle.move, types, constants, arch, 4, case), arch)

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from fanfold.kernels.common.device import NATIVE_E4M3, arch_of
 from fanfold.kernels.common.floats import e2m1_to_fp32
-from fanfold.kernels.nvfp4.pack import GROUPS, group_codes, scale_of
+from fanfold.kernels.nvfp4.codes import codes_of, group_scale, scale_of
 from fanfold.kernels.nvfp4.reference import GROUP
+
+GROUPS = 256
+"""Groups of a program, one row's behind those of the row before."""
 
 
 def round_rows(
@@ -73,7 +76,10 @@ def round_groups(
     column = group[:, None] * 16 + tl.arange(0, 16)[None, :]
     at = x_ptr + (place // top_k).to(tl.int64)[:, None] * stride_x + column
     x = tl.load(at, mask=on[:, None], other=0.0).to(tl.float32)
-    code, codes = group_codes(x, gs, True, False, NATIVE)
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    code, step = group_scale(tl.max(size, axis=1).to(tl.float32, bitcast=True), gs, False, NATIVE)
+    codes = codes_of(size, step, True) & 7 | tl.where((step == 0.0)[:, None], 0, (bits >> 28) & 8)
     y = e2m1_to_fp32(codes) * scale_of(code)[:, None]
     to = y_ptr + place.to(tl.int64)[:, None] * (groups * 16) + column
     tl.store(to, y.to(y_ptr.dtype.element_ty), mask=on[:, None])

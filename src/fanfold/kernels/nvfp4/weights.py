@@ -24,7 +24,8 @@ def pack_weights(weights: Tensor, *, divisor: bool, transposed: bool) -> tuple[T
         UnavailableError: the weights are where no kernel runs.
     """
     experts, n, k = weights.shape
-    amax = weights.abs().amax((1, 2)).float()
+    least, most = torch.aminmax(weights.flatten(1), dim=1)  # reads once, and makes no copy of sizes
+    amax = torch.maximum(-least, most).float()
     largest = LARGEST_CODE * LARGEST_SCALE
     # A number by a tensor is a product with its reciprocal in torch, so also where compressed-tensors makes a divisor.
     scales = amax.reciprocal() * largest if divisor else amax / torch.full_like(amax, largest)
