@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fanfold.export.formulas import evaluate, names
@@ -205,7 +205,7 @@ class Kernel:
     grid: tuple[str, ...]
     config: str
     rows: Range | None = None
-    hazard_test: str | None = field(default=None)
+    hazard_test: str | None = None
 
     @property
     def id(self) -> str:
