@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +25,48 @@ from fanfold.errors import RankError
 PRELOAD = ["pytest", "distributed_jobs", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
 PATIENCE = 120.0
 """Seconds after which a job counts as hanging: far more than any takes."""
+
+
+def forking() -> ForkServerContext:
+    """Makes processes from a server that has imported what they need, once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def run_script(script: str, size: int, folder: Path) -> list[str]:
+    """What a script prints in `size` processes with the environment that torchrun gives them, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    for rank in range(size):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        here, there = forking().Pipe()
+        environment = {name: str(value) for name, value in names.items()}
+        processes.append(forking().Process(target=_run, args=(there, script, environment, folder), daemon=True))
+        processes[-1].start()
+        there.close()
+        pipes.append(here)
+    printed: list[str] = []
+    for rank, pipe in enumerate(pipes):
+        assert pipe.poll(PATIENCE), f"rank {rank} hangs"
+        printed.append(pipe.recv())
+    for process in processes:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in processes] == [0] * size
+    return printed
+
+
+def _run(pipe: Connection, script: str, environment: dict[str, str], folder: Path) -> None:
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script, "serve.py", "exec"), {"__name__": "__main__"})
+    pipe.send(printed.getvalue())
 
 
 class Ranks:
@@ -33,8 +81,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, timeout: float = 30.0, *, mortal: bool = False) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forking()
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
         self._pipes: list[Connection] = []
