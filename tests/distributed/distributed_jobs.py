@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, cast
 
@@ -206,3 +207,14 @@ def bytes_sent(tokens: int, options: dict[str, Any]) -> int:
     finally:
         dist.all_to_all_single, dist.all_gather_single = all_to_all, gather
     return sent
+
+
+def benchmark(file: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """A row of benchmarks/expert_parallel.py, of a small layer and few calls."""
+    spec = spec_from_file_location("expert_parallel", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.CALLS, module.ROUNDS, module.WARM_UP = 1, 2, 0
+    return module.measure(module.layer_shape("8,2,128,64"), "nvfp4", 5, torch.device("cpu"), options)

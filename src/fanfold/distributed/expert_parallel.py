@@ -82,7 +82,7 @@ class ExpertParallel(nn.Module):
         self.path, self.dtype = experts.path, experts.dtype
         self.interleaved, self.transposed, self.biased = experts.interleaved, experts.transposed, experts.biased
         self.number = number_of(self)
-        self._exchanging = self._made()
+        self.exchanging = self._made()
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +166,7 @@ class ExpertParallel(nn.Module):
     def run(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, adapter_ids: Tensor | None) -> Tensor:
         """`forward` behind its checks: what torch.ops.fanfold.experts calls."""
         with self.peers.naming(f"{self.path}: {self.exchange}"):
-            return self._exchanging(self.experts.run, hidden, topk_ids, topk_weights, adapter_ids)
+            return self.exchanging(self.experts.run, hidden, topk_ids, topk_weights, adapter_ids)
 
     def extra_repr(self) -> str:
         """How the experts are spread."""
@@ -175,7 +175,7 @@ class ExpertParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves the experts, and the tables by which they are found."""
         super()._apply(fn, recurse)
-        self._exchanging = self._made()
+        self.exchanging = self._made()
         return self
 
     def _made(self) -> Exchange:
