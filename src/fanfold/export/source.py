@@ -67,7 +67,7 @@ def compiling_for(kernel: Any, arch: str, compile: Any) -> Generator[None]:
     from triton.runtime import driver
 
     slot = cast(Any, driver)
-    before = slot._active
+    before, compiler = slot._active, vars(kernel).get("compile")
     driver.set_active(cast(Any, _Absent(int(arch.removeprefix("sm_")))))
     try:
         device = slot.active.get_current_device()
@@ -78,6 +78,10 @@ def compiling_for(kernel: Any, arch: str, compile: Any) -> Generator[None]:
     finally:
         kernel.device_caches.pop(slot.active.get_current_device(), None)
         slot._active = before
+        if compiler is None:
+            del kernel.compile
+        else:
+            kernel.compile = compiler  # of launches on a GPU that is here
 
 
 def source_of(kernel: Any, arguments: Mapping[str, Any], arch: str) -> Source:
