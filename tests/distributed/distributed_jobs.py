@@ -68,11 +68,13 @@ def load_layer(path: Path, plan: dict[str, Any]) -> tuple[Tensor, int, int]:
     return experts(x, *random_routing(3, 2, experts.shape.num_experts)), read, experts.experts.shape.num_experts
 
 
-def load_whole(path: Path, tokens: Tensor, plan: dict[str, Any]) -> tuple[Tensor, int, list[str]]:
-    """Logits, bytes that were read, and the formats of the experts."""
-    load_model(path, parallel=ExpertPlan(**plan))
+def load_whole(path: Path, tokens: Tensor, by_config: bool) -> tuple[Tensor, int, list[str]]:
+    """Logits, bytes that were read, and the formats of the experts; by_config: in transformers' words."""
+    size = dist.get_world_size()
+    plan = DistributedConfig(tp_size=size, tp_plan={}, ep_size=size) if by_config else ExpertPlan()
+    load_model(path, parallel=plan)
     before = bytes_read()
-    model = load_model(path, parallel=ExpertPlan(**plan))
+    model = load_model(path, parallel=plan)
     read = bytes_read() - before
     layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
     return logits(model, tokens), read, [layer.experts.formats[0].name for layer in layers]
@@ -218,3 +220,10 @@ def benchmark(file: Path, options: dict[str, Any]) -> dict[str, Any]:
     spec.loader.exec_module(module)
     module.CALLS, module.ROUNDS, module.WARM_UP = 1, 2, 0
     return module.measure(module.layer_shape("8,2,128,64"), "nvfp4", 5, torch.device("cpu"), options)
+
+
+def generate_own(path: Path, prompts: list[Tensor], lengths: list[int]) -> Tensor:
+    """Each rank's own prompts, continued by as many tokens as it wants."""
+    rank = dist.get_rank()
+    model = load_model(path, parallel=ExpertPlan(exchange="all_to_all"))
+    return model.generate(prompts[rank], max_new_tokens=lengths[rank], do_sample=False, synced_gpus=True)

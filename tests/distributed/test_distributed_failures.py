@@ -68,7 +68,7 @@ def test_a_rank_that_dies_while_others_load(job: Callable[..., None]) -> None:
         error, dead = results(ranks, job, sample(NAME))
     assert dead is None
     assert isinstance(error, RankError)
-    assert error.what == f"{NAME}: all but experts"
+    assert error.what == "checkpoint: all but experts"
     assert error.found.startswith("rank 1 gone: ended, or no sign of life")
 
 
@@ -96,7 +96,7 @@ def test_another_checkpoint_on_a_rank(ranks_of: Callable[[int], Ranks], tmp_path
     (other / "model.safetensors").write_bytes(weights)
     for error in results(ranks_of(2), load_each, [sample(NAME), other]):
         assert isinstance(error, RankError)
-        assert error.what == f"{NAME}: all but experts: checkpoint"
+        assert error.what == "checkpoint: all but experts: checkpoint"
         assert [part[:8] for part in error.found.split("; ")] == ["rank 0: ", "rank 1: "]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_jobs import load_layer, load_whole
+from distributed_jobs import generate_own, load_layer, load_whole
 from ranks import Ranks
 
 import fanfold
@@ -53,7 +53,7 @@ def test_a_model_has_the_logits_of_one_process_and_a_rank_reads_its_share(ranks:
     checkpoint = Checkpoint(path)
     rest = sum(info.nbytes for info in checkpoint.files.infos.values()) - checkpoint.expert_bytes()
     assert checkpoint.expert_bytes() / 2 > 1_000_000 > JSON
-    for found, read, formats in ranks.run(load_whole, path, tokens, {}):
+    for found, read, formats in ranks.run(load_whole, path, tokens, ranks.size == 4):
         assert torch.equal(found, expected)
         assert read <= checkpoint.expert_bytes() / ranks.size + rest + beside_tensors(path)
         assert formats == ["gptq4-g128-v1"] * 4
@@ -97,3 +97,13 @@ def test_copies_have_one_digest_and_another_value_another(tmp_path: Path) -> Non
     assert digest([file]) != digest([copy])
     copy.write_bytes(changed[:-1])
     assert len({digest([file]), digest([copy]), digest([tmp_path / "none"]), digest([])}) == 4
+
+
+def test_ranks_generate_from_prompts_of_their_own_until_the_last_has_ended(ranks_of: Callable[[int], Ranks]) -> None:
+    path = sample("gptq-int4")
+    prompts, lengths = [torch.arange(40, 46)[None], torch.arange(50, 58).view(2, 4)], [2, 5]
+    found = ranks_of(2).run(generate_own, path, prompts, lengths)
+    model = fanfold.load_model(path)
+    for tokens, prompt, length in zip(found, prompts, lengths, strict=True):
+        alone = model.generate(prompt, max_new_tokens=length, do_sample=False)
+        assert torch.equal(tokens[:, : alone.shape[1]], alone)

@@ -63,7 +63,7 @@ def loading(path: str | Path, plan: ExpertPlan) -> AbstractContextManager[None]:
     """
     folder = Path(path)
     files = digest([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
-    return peers_of(plan.group).together(f"{folder.name}: all but experts", checkpoint=files)
+    return peers_of(plan.group).together("checkpoint: all but experts", checkpoint=files)
 
 
 def spread_layer(
@@ -81,8 +81,7 @@ def spread_layer(
         FanfoldError: what build_experts raises, on the rank where it happens.
     """
     peers = peers_of(plan.group)
-    what = f"{checkpoint.path.name}: experts of layer {layer}"
-    with peers.together(what, batch_invariant=str(options.batch_invariant)):
+    with peers.together(f"checkpoint: experts of layer {layer}", batch_invariant=str(options.batch_invariant)):
         placement = plan.placement(layer, checkpoint.num_experts(layer), peers.size)
         own = placement.ranks[peers.rank]
         experts = build_experts(checkpoint, layer, activation, options, path, own)
