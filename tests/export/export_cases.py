@@ -23,7 +23,7 @@ from fanfold.export.plan import OPS, plan
 from fanfold.export.source import source_of
 from fanfold.export.words import number
 
-NEEDS_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
+NEEDS_GCC = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("g++")), reason="gcc and g++ are not here")
 STRICT = ("-pedantic", "-Wall", "-Wextra", "-Werror")
 CUBIN = b"\x7fELF%s\0"
 """Machine code of tests: its kernel's id."""
