@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fanfold
 from fanfold import expert_usage as room
+from fanfold.bench.recorded import read
 from fanfold.errors import ArgumentError, CorruptFileError, MissingFileError
 from fanfold.expert_usage import expert_usage, kept_choices, rows_of_experts, statistics
 from fanfold.integrations.transformers.tokenizer import load_tokenizer, token_ids
@@ -34,7 +35,7 @@ def report(file: Path) -> dict[str, Any]:
     """In windows of 7 tokens, the last of them shorter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "WINDOW", 7)
-        return expert_usage(MODEL, file, ADAPTERS)
+        return expert_usage(MODEL, file, ADAPTERS, record=file.with_name("routing.safetensors"))
 
 
 def routed(ids: Tensor, name: str | None) -> dict[int, list[set[int]]]:
@@ -67,6 +68,12 @@ def test_counts_are_those_of_the_routers(report: dict[str, Any], name: str | Non
             assert entry["changed"] == pytest.approx(1 - kept / (4 * len(ids)))
     changed = [entry["changed"] for entry in run["layers"]]
     assert changed == [None] * 4 if name is None else changed[0] == 0 < min(changed[1:])
+
+
+def test_the_record_holds_the_base_s_choices_in_order(report: dict[str, Any], file: Path) -> None:
+    recorded = read(file.with_name("routing.safetensors"))
+    ids = torch.tensor(token_ids(load_tokenizer(MODEL), TEXT))
+    assert {layer: [set(row) for row in of.tolist()] for layer, of in recorded.layers.items()} == routed(ids, None)
 
 
 def test_what_moved(report: dict[str, Any]) -> None:

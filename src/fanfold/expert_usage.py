@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fanfold.bench.machine import device_named
+from fanfold.bench.recorded import write
 from fanfold.errors import ArgumentError, CorruptFileError, MissingFileError
 from fanfold.integrations.transformers.model import load_model
 from fanfold.integrations.transformers.places import layer_number
@@ -31,6 +32,7 @@ def expert_usage(
     text: str | Path,
     adapters: Mapping[str, str | Path] | None = None,
     *,
+    record: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Reads a text with a model, and with each adapter, and counts the rows of every expert.
@@ -42,6 +44,7 @@ def expert_usage(
         path: the checkpoint directory, with its tokenizer.
         text: a file in UTF-8.
         adapters: name -> PEFT directory.
+        record: where the base's choices go, token by token: what `fanfold bench --routing recorded:FILE` reads.
         progress: called with (done, total, what).
 
     Returns:
@@ -52,7 +55,7 @@ def expert_usage(
 
     Raises:
         MissingFileError, CorruptFileError: there is no such text, or it is not UTF-8.
-        ArgumentError: a text without a token.
+        ArgumentError: a text without a token, or a record that can't be written.
         FanfoldError: what load_model and AdapterPool.load raise.
     """
     words = read_text(Path(text))
@@ -67,6 +70,7 @@ def expert_usage(
             model.adapters.load(name, folder)
     counts: dict[int, Tensor] = {}
     kept: dict[int, Tensor] = {}
+    chosen_by_base: dict[int, list[Tensor]] = {}
     size = min(WINDOW, context_of(model))
     windows = [ids[start : start + size] for start in range(0, len(ids), size)]
     seen: Choices = {}
@@ -80,9 +84,12 @@ def expert_usage(
                 counts[layer] = counts[layer] + new if layer in counts else new
                 same = kept_choices(chosen)
                 kept[layer] = kept[layer] + same if layer in kept else same
+                chosen_by_base.setdefault(layer, []).append(chosen[0].cpu())
             seen.clear()
     if progress is not None:
         progress(len(ids), len(ids), "tokens read")
+    if record is not None:
+        write(record, {layer: torch.cat(parts) for layer, parts in chosen_by_base.items()})
     runs = [
         {
             "adapter": name,

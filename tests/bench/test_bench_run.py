@@ -7,7 +7,7 @@ import pytest
 import torch
 from broken import BaseExperts, ScaledExperts
 
-from fanfold.bench import run, timing
+from fanfold.bench import race, run, timing
 from fanfold.bench.batches import Routing
 from fanfold.bench.cell import Cell, Settings
 from fanfold.bench.jobs import LAYERS, layer_shape, weight_formats
@@ -39,7 +39,7 @@ def cells(
 def test_one_row() -> None:
     row = cells(tokens=[3])[0].row()
     expected = {
-        "schema": 2,
+        "schema": 3,
         "shape": "8,2,64,32",
         "experts": 8,
         "top_k": 2,
@@ -132,7 +132,7 @@ def test_a_layer_that_leaves_out_adapters_is_wrong(monkeypatch: pytest.MonkeyPat
 def test_what_is_wrong_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that is 0.6 % off is run, checked, and never timed."""
     monkeypatch.setattr(run, "Experts", ScaledExperts)
-    monkeypatch.setattr(run, "call_times", lambda _: pytest.fail("timed"))
+    monkeypatch.setattr(race, "call_times", lambda _: pytest.fail("timed"))
     (cell,) = cells(tokens=[40])
     assert cell.times is None
     assert cell.refused is not None

@@ -1,11 +1,14 @@
 """Quantiles, calls in turn, replays of graphs."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from fanfold.bench import timing
-from fanfold.bench.timing import Replays, Times, call_times
+from fanfold.bench.timing import Replays, Times, call_times, rotated
 
 
 def test_quantiles() -> None:
@@ -21,15 +24,32 @@ def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         called.append(number)
         return torch.zeros(())
 
-    found = call_times([lambda: call(0), lambda: call(1), lambda: call(2)])
+    (found,) = call_times([[lambda: call(0), lambda: call(1), lambda: call(2)]])
     assert called == [0, 0, 1, 2, 0, 1, 2, 0]  # the first one warms up
     assert found.replays == 7
     assert 0 < found.p20_us <= found.median_us <= found.p80_us
 
 
+def test_rivals_are_interleaved_and_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "REPLAYS", 5)
+    called: list[str] = []
+
+    def calls(name: str, count: int) -> list[Callable[[], Tensor]]:
+        def call(number: int) -> Tensor:
+            called.append(f"{name}{number}")
+            return torch.zeros(())
+
+        return [partial(call, number) for number in range(count)]
+
+    found = call_times([calls("a", 3), calls("b", 3), calls("c", 1)])
+    rounds = ("a0", "b0", "c0"), ("b1", "c0", "a1"), ("c0", "a2", "b2"), ("a0", "b0", "c0"), ("b1", "c0", "a1")
+    assert called == ["a0", "b0", "c0", *(call for one in rounds for call in one)]
+    assert [times.replays for times in found] == [5, 5, 5]
+
+
 def test_slow_calls_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "BUDGET_S", 0.0)
-    assert call_times([lambda: torch.zeros(())]).replays == timing.FEWEST
+    assert call_times([[lambda: torch.zeros(())]])[0].replays == timing.FEWEST
 
 
 @pytest.mark.gpu
@@ -42,6 +62,15 @@ def test_replays_time_each_call() -> None:
     assert 1e3 < found.median_us < 5e3
     assert found.p80_us < 1.5 * found.p20_us
     assert found.replays == timing.REPLAYS
+
+
+@pytest.mark.gpu
+def test_rivals_on_a_gpu_have_their_own_times() -> None:
+    small, large = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for size in (2048, 8192))
+    rivals = [Replays([lambda: small @ small] * 2), Replays([lambda: large @ large] * 2)]
+    fast, slow = rotated([rival.replay for rival in rivals], 2)
+    assert 10 * fast.median_us < slow.median_us
+    assert fast.replays == slow.replays
 
 
 @pytest.mark.gpu

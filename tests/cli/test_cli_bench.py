@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from fanfold.bench import run, timing
 from fanfold.bench.jobs import LAYERS
+from fanfold.bench.recorded import write
 from fanfold.cli import output
 from fanfold.cli.app import app
 from fanfold.cli.bench_model import print_paces
@@ -64,6 +65,29 @@ def test_adapters() -> None:
     assert call(*TINY, "--adapters", "1", "--rank", "513").exit_code == 2
 
 
+def test_recorded_routing(tmp_path: Path) -> None:
+    file = tmp_path / "routing.safetensors"
+    write(file, {0: torch.tensor([[0, 1], [1, 0], [0, 1]]), 1: torch.tensor([[0, 1]])})
+    (row,) = json.loads(call(*TINY, "--tokens", "5", "--routing", f"recorded:{file}", "--json").stdout)
+    assert (row["routing"], row["experts_met"], row["load"]) == (f"recorded:{file}", 2, 4)
+    result = call(*TINY, "--shape", "8,1,64,32", "--tokens", "5", "--routing", f"recorded:{file}", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["what"]) == (2, f"recorded:{file}")
+
+
+def test_peers() -> None:
+    result = call(*TINY, "--tokens", "5", "--peers", "torch,transformers")
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    peers = ["torch", "eager", "grouped", "batched"]
+    assert lines[2] == ["format", "tokens", "us", *peers]
+    ratios = lines[4][3:]
+    assert len(ratios) == 4
+    assert all(ratio.endswith("x") for ratio in ratios)  # the reference is slow: a hundredth of it shows as 0
+    result = call(*TINY, "--tokens", "5", "--peers", "torch", "--adapters", "1")
+    assert "torch: no figure, peers run no adapters by token" in result.stdout
+    assert " - " in f"{result.stdout.splitlines()[5]} "
+
+
 def test_json_and_lines_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     results = [call(*TINY, "--tokens", tokens, "--json", "--out", str(file)) for tokens in ("1,2", "3")]
@@ -99,6 +123,9 @@ def test_a_wrong_layer_has_no_figure_and_exits_1(
         (["--tokens", "0"], "--tokens"),
         (["--tokens", ""], "--tokens"),
         (["--shape", "qwen"], "shape"),
+        (["--routing", "zipf"], "--routing"),
+        (["--routing", "recorded:nowhere.safetensors"], "nowhere.safetensors"),
+        (["--peers", "torch,cutlass"], "--peers"),
         (["--format", "gptq5-g32"], "gptq bits"),
         (["--implementation", "fast", "--tokens", "1"], "implementation"),
     ],
@@ -119,7 +146,7 @@ def test_without_a_gpu() -> None:
 
 
 def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from fanfold.cli.bench import print_rows
+    from fanfold.cli.bench_table import print_rows
 
     row = {
         "gpu": "NVIDIA H200",
@@ -154,6 +181,12 @@ def test_a_line_on_a_gpu_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
         assert f" {figure} " in shown
     assert lines[-2] == "Tokens: experts met, most rows of one over the mean. 16384: 8, 1.03"
     assert lines[-1] == "At least 1.5 GB of other weights between two reads of one."
+    names = ["torch", *(f"transformers {name}" for name in ("eager", "grouped_mm", "batched_mm")), "vllm", "deepgemm"]
+    peers = [{"name": name, "ratio": 11.255, "refused": None} for name in names]
+    print_rows([row | {"peers": peers}])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines[5].split()).endswith("28,131 14,800 1.90 " + " ".join(["11.26x"] * 6))
 
 
 def test_help_names_every_layer() -> None:

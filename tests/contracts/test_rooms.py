@@ -24,7 +24,7 @@ KNOWS: dict[str, set[str]] = {
     "reference": {"torch"},
     "layers": {"torch"},
     "load": {"torch"},
-    "bench": {"matplotlib", "torch"},
+    "bench": {"matplotlib", "safetensors", "torch"},
     "diagnosis": {"torch", "triton"},
     "tune": {"torch"},
     "distributed": {"torch"},

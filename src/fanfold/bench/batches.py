@@ -1,4 +1,4 @@
-"""Batches: random hidden states, and routings of four kinds."""
+"""Batches: random hidden states, and routings of four kinds or recorded ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fanfold.bench.jobs import LayerShape
+from fanfold.bench.recorded import Recorded
 from fanfold.bench.seeds import generator_of
 
 Routing = Literal["uniform", "balanced", "power", "hot"]
@@ -59,16 +60,24 @@ def pairs_met(batch: Batch) -> int:
 def random_batch(
     shape: LayerShape,
     tokens: int,
-    routing: Routing,
+    routing: Routing | Recorded,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
     adapter_ids: Tensor | None = None,
 ) -> Batch:
-    """Normal hidden states and a routing; the routing of a seed is the same on every device."""
+    """Normal hidden states and a routing; the routing of a seed is the same on every device.
+
+    Raises:
+        ArgumentError: a recorded routing of another model.
+    """
     generator = generator_of("hidden", seed, device)
     hidden = torch.randn(tokens, shape.experts.hidden, generator=generator, device=device).to(dtype)
-    ids, weights = random_routing(routing, tokens, shape.experts.num_experts, shape.top_k, seed)
+    if isinstance(routing, Recorded):
+        ids = routing.draw(shape, tokens, seed)
+        weights = torch.randn(ids.shape, generator=generator_of("routing", seed)).softmax(-1)
+    else:
+        ids, weights = random_routing(routing, tokens, shape.experts.num_experts, shape.top_k, seed)
     adapters = None if adapter_ids is None else adapter_ids.to(device)
     return Batch(hidden, ids.to(device), weights.to(device), adapters)
 

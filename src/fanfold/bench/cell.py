@@ -12,10 +12,12 @@ from fanfold.bench.batches import Routing
 from fanfold.bench.checking import Check
 from fanfold.bench.jobs import LayerShape
 from fanfold.bench.machine import machine
+from fanfold.bench.peers import PeerFigure
+from fanfold.bench.recorded import Recorded
 from fanfold.bench.timing import Mode, Times
 from fanfold.spec.weight_format import WeightFormat
 
-SCHEMA = 2
+SCHEMA = 3
 """Of a row; benchmarks/README.md tells them all."""
 
 
@@ -24,7 +26,7 @@ class Settings:
     """What all cells of a run share."""
 
     device: torch.device
-    routing: Routing = "uniform"
+    routing: Routing | Recorded = "uniform"
     implementation: str = "auto"
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
@@ -36,6 +38,8 @@ class Settings:
     @property
     def timing(self) -> str:
         """What a time is of."""
+        if self.mode == "compiled":
+            return "compiled calls"
         if self.device.type == "cpu":
             return "calls"
         return "graph replays" if self.mode == "graph" else "eager calls"
@@ -61,6 +65,7 @@ class Cell:
         floor_us: the least time a call can take; None where the device's rates are not known.
         check: None where nothing ran.
         times: None where the check failed.
+        peers: others on the same batches, in the same run; empty where none was asked for.
         refused: why there are no times.
     """
 
@@ -79,6 +84,7 @@ class Cell:
     floor_us: float | None = None
     check: Check | None = None
     times: Times | None = None
+    peers: tuple[PeerFigure, ...] = ()
     refused: str | None = None
 
     def row(self) -> dict[str, Any]:
@@ -97,7 +103,7 @@ class Cell:
             "bias": self.shape.bias,
             "format": self.format.name,
             "tokens": self.tokens,
-            "routing": settings.routing,
+            "routing": str(settings.routing),
             "dtype": str(settings.dtype).removeprefix("torch."),
             "seed": settings.seed,
             "adapters": settings.adapters,
@@ -119,6 +125,7 @@ class Cell:
             "gigabytes_per_second": None if us is None else read / us / 1e3,
             "teraflops": None if us is None or self.flops is None else self.flops / us / 1e6,
             **_values(Check, self.check),
+            "peers": [peer.row(us) for peer in self.peers],
             "refused": self.refused,
             **machine(settings.device),
         }

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from statistics import fmean
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from fanfold.bench.adapters import adapter_ids, layer_pairs, pair_bytes, pair_flops, random_pairs
 from fanfold.bench.batches import Batch, experts_met, load, pairs_met, random_batch
 from fanfold.bench.cell import Cell, Settings
-from fanfold.bench.checking import check
+from fanfold.bench.checking import Expected
 from fanfold.bench.jobs import LayerShape
-from fanfold.bench.timing import Replays, call_times, eager_times
+from fanfold.bench.peers import DenseExperts, Peer, dense_experts, refusal
+from fanfold.bench.race import of_peer, own, race, without_times
 from fanfold.bench.weights import random_experts
 from fanfold.errors import UnavailableError, UnsupportedError
 from fanfold.explanation import explain
@@ -41,11 +40,12 @@ CALLS = 6
 
 @dataclass(frozen=True)
 class Loaded:
-    """Layers of unlike weights and adapters, and what the first is made of."""
+    """Layers of unlike weights and adapters, what the first is made of, and the same weights for peers."""
 
     layers: list[Experts]
     weights: ExpertWeights
     pairs: LayerPairs
+    dense: list[DenseExperts]
 
 
 def bench(
@@ -54,6 +54,7 @@ def bench(
     tokens: Sequence[int],
     settings: Settings,
     progress: Progress | None = None,
+    peers: Sequence[Peer] = (),
 ) -> Iterator[Cell]:
     """Times a layer of every shape, in every format, for every number of tokens.
 
@@ -64,19 +65,20 @@ def bench(
         shapes: the layers.
         formats: of their weights.
         tokens: of a call.
-        settings: device, routing, implementation, dtype, seed, adapters, graph or eager calls.
+        settings: device, routing, implementation, dtype, seed, adapters, graph, eager or compiled calls.
         progress: called with (done, total, what).
+        peers: other libraries' layers, on the same batches and weights, dense; their turns and fanfold's rotate.
 
     Yields:
         The cells, each as soon as it is done. One that can't run says so in `refused`.
 
     Raises:
-        ArgumentError: no implementation has that name.
+        ArgumentError: no implementation has that name, or a recorded routing is of another model.
     """
     total, done = len(shapes) * len(formats) * len(tokens), 0
     for shape in shapes:
         for fmt in formats:
-            cells = _cells(shape, fmt, tokens, settings)
+            cells = _cells(shape, fmt, tokens, settings, peers)
             for count in tokens:
                 if progress is not None:
                     progress(done, total, f"{shape.name} {fmt} {count} tokens")
@@ -84,30 +86,34 @@ def bench(
                 done += 1
 
 
-def _cells(shape: LayerShape, fmt: WeightFormat, tokens: Sequence[int], settings: Settings) -> Iterator[Cell]:
+def _cells(
+    shape: LayerShape, fmt: WeightFormat, tokens: Sequence[int], settings: Settings, peers: Sequence[Peer]
+) -> Iterator[Cell]:
     """The cells that share their weights."""
     empty = [Cell(shape, fmt, count, settings) for count in tokens]
     try:
-        loaded = _load(shape, fmt, min(tokens), settings)
+        loaded = _load(shape, fmt, min(tokens), settings, bool(peers))
     except (UnavailableError, UnsupportedError) as error:
         yield from (replace(cell, refused=str(error)) for cell in empty)
         return
     for cell in empty:
         try:
-            yield _measured(cell, loaded)
+            yield _measured(cell, loaded, peers)
         except (UnavailableError, UnsupportedError) as error:
             yield replace(cell, refused=str(error))
 
 
-def _load(shape: LayerShape, fmt: WeightFormat, tokens: int, settings: Settings) -> Loaded:
+def _load(shape: LayerShape, fmt: WeightFormat, tokens: int, settings: Settings, dense: bool) -> Loaded:
     """Layers enough for calls of so few tokens."""
     copies = copies_needed(shape, fmt, tokens) if settings.device.type == "cuda" else 1
     first = random_experts(shape, fmt, settings.device, settings.seed)
     others = (random_experts(shape, fmt, settings.device, settings.seed + copy) for copy in range(1, copies))
-    loaded = Loaded([], first, {})
+    loaded = Loaded([], first, {}, [])
     for number, weights in enumerate(chain([first], others)):
         experts = Experts(weights, shape.activation, dtype=settings.dtype, implementation=settings.implementation)
         loaded.layers.append(experts)
+        if dense and refusal(shape, settings.adapters) is None:
+            loaded.dense.append(dense_experts(shape, weights, settings.dtype))
         if settings.adapters:
             seeds = (settings.seed + settings.adapters * number + slot for slot in range(settings.adapters))
             made = [random_pairs(shape, settings.rank, settings.dtype, settings.device, seed) for seed in seeds]
@@ -126,40 +132,34 @@ def copies_needed(shape: LayerShape, fmt: WeightFormat, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def _measured(cell: Cell, loaded: Loaded) -> Cell:
+def _measured(cell: Cell, loaded: Loaded, peers: Sequence[Peer]) -> Cell:
     settings, layers, copies = cell.settings, loaded.layers, len(loaded.layers)
     number = copies * math.ceil(CALLS / copies)
     batches = [_batch(cell, settings.seed + call) for call in range(number)]
-    found = check(layers[0], loaded.weights, batches[0], loaded.pairs)
+    expected = Expected(loaded.weights, batches[0], cell.shape.activation, loaded.pairs)
+    runner = own(layers, batches, expected, settings)
     cell = replace(
         cell,
         implementation=layers[0].implementation,
         copies=copies,
         calls=number,
-        check=found,
+        check=runner.check,
         **work(cell, batches),
     )
-    if found.wrong is not None:
-        return replace(cell, refused=f"wrong: {found.wrong}")
-    calls = [partial(_call, layers[index % copies], batch) for index, batch in enumerate(batches)]
-    if settings.device.type == "cpu":
-        return replace(cell, times=call_times(calls))
-    if settings.mode == "eager":
-        return replace(cell, times=eager_times(calls))
-    replays = Replays(calls)
-    if replays.wrong:
-        return replace(cell, refused=f"wrong: {replays.wrong} of {number} calls differ in a replay of their graph")
-    return replace(cell, times=replays.times())
+    if runner.wrong is not None:
+        return replace(cell, refused=runner.wrong)
+    reason = refusal(cell.shape, settings.adapters)
+    if reason is not None:
+        return replace(cell, times=race(runner, [])[0], peers=without_times(peers, reason))
+    others = [(peer.name, of_peer(peer, loaded.dense, batches, expected, settings)) for peer in peers]
+    times, figures = race(runner, others)
+    return replace(cell, times=times, peers=figures)
 
 
 def _batch(cell: Cell, seed: int) -> Batch:
     settings = cell.settings
     ids = adapter_ids(settings.popularity, cell.tokens, settings.adapters, seed) if settings.adapters else None
     return random_batch(cell.shape, cell.tokens, settings.routing, settings.dtype, settings.device, seed, ids)
-
-
-def _call(experts: Experts, batch: Batch) -> Tensor:
-    return experts(batch.hidden, batch.topk_ids, batch.topk_weights, batch.adapter_ids)
 
 
 def work(cell: Cell, batches: Sequence[Batch]) -> dict[str, Any]:

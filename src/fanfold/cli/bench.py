@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from fanfold.cli.bench_model import batch_sizes, bench_model, print_paces
 from fanfold.cli.bench_rows import append, read
-from fanfold.cli.output import err, errors_reported, human_bytes, out, print_json, progress_bar
+from fanfold.cli.bench_table import print_rows
+from fanfold.cli.output import errors_reported, out, print_json, progress_bar
 from fanfold.cli.pairs import adapter_folders
 from fanfold.errors import ArgumentError
-
-
-class RoutingName(StrEnum):
-    """How tokens choose experts."""
-
-    UNIFORM = "uniform"
-    BALANCED = "balanced"
-    POWER = "power"
-    HOT = "hot"
 
 
 class ModeName(StrEnum):
@@ -34,6 +22,7 @@ class ModeName(StrEnum):
 
     GRAPH = "graph"
     EAGER = "eager"
+    COMPILED = "compiled"
 
 
 class PopularityName(StrEnum):
@@ -73,11 +62,13 @@ def bench(
     ] = None,
     tokens: Annotated[str, typer.Option(metavar="T,T,...", help="Tokens of a call.")] = "1,16,256,4096",
     routing: Annotated[
-        RoutingName,
+        str,
         typer.Option(
-            help="Experts equally likely, equally loaded, the n-th with a weight of 1/n, or one in all tokens."
+            metavar="uniform|balanced|power|hot|recorded:FILE",
+            help="Experts equally likely, equally loaded, the n-th with a weight of 1/n, one in all tokens, or those "
+            "of a text (`fanfold routing --record`).",
         ),
-    ] = RoutingName.UNIFORM,
+    ] = "uniform",
     adapters: Annotated[
         int, typer.Option(min=0, metavar="N", help="Adapters on all experts; tokens have one each.")
     ] = 0,
@@ -87,7 +78,17 @@ def bench(
         typer.Option(help="All tokens have one adapter, any, the n-th with a weight of 1/n, each another, or none."),
     ] = PopularityName.UNIFORM,
     implementation: Annotated[str, typer.Option(metavar="NAME", help="auto, or one by name.")] = "auto",
-    mode: Annotated[ModeName, typer.Option(help="On a GPU: calls in a CUDA graph, or eager ones.")] = ModeName.GRAPH,
+    mode: Annotated[
+        ModeName, typer.Option(help="Calls in a CUDA graph (on a GPU), eager ones, or those of torch.compile.")
+    ] = ModeName.GRAPH,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="torch,transformers,vllm,deepgemm",
+            help="Others' layers on the same weights, dense, in the same run.",
+            show_default=False,
+        ),
+    ] = None,
     device: Annotated[
         DeviceName | None, typer.Option(help="Where to run.", show_default="cuda where there is one")
     ] = None,
@@ -164,17 +165,22 @@ def bench(
         counts = token_counts(tokens)
         settings = Settings(
             device_named(None if device is None else device.value),
-            routing=routing.value,
+            routing=routing_named(routing),
             implementation=implementation,
             adapters=adapters,
             rank=rank,
             popularity=popularity.value,
             mode=mode.value,
         )
+        beside = []
+        if peers is not None:
+            from fanfold.integrations.peers import peers_named
+
+            beside = peers_named(peers)
         rows: list[dict[str, Any]] = [] if drawn is None else read(drawn, shape, weight_format)
         if drawn is None:
             with progress_bar() as progress:
-                for cell in bench_cells(shapes, formats, counts, settings, progress):
+                for cell in bench_cells(shapes, formats, counts, settings, progress, beside):
                     rows.append(cell.row())
                     if file is not None:
                         append(file, rows[-1])
@@ -211,75 +217,24 @@ def token_counts(text: str) -> list[int]:
     return counts
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Where it ran and how it was timed, a table a layer, and what is wrong with the cells that have no figure."""
-    first = rows[0]
-    how = f"{first['dtype']}, {first['routing']} routing, {adapters_of(first)}medians of {first['timing']}"
-    out.print(Text.assemble((first["gpu"] or first["machine"], "bold"), (f"  {how}", "dim")), soft_wrap=True)
-    for shape, cells in groupby(rows, key=lambda row: str(row["shape"])):
-        of_shape = list(cells)
-        out.print(table_of(shape, of_shape))
-        if loads := loads_of(of_shape):
-            out.print(Text(loads, "dim"))
-    timed = [row for row in rows if not row["refused"]]
-    if timed and first["device"] == "cuda":
-        between = min((row["copies"] - 1) * row["weight_bytes"] for row in timed)
-        out.print(Text(f"At least {human_bytes(int(between))} of other weights between two reads of one.", "dim"))
-    for row in rows:
-        if row["refused"]:
-            where = f"{row['shape']} {row['format']} {row['tokens']} tokens: "
-            err.print(Text.assemble(("no figure: ", "bold red"), where, row["refused"]), soft_wrap=True)
+def routing_named(text: str) -> Any:
+    """The routing of that name, or what a file of `recorded:FILE` holds.
 
+    Raises:
+        ArgumentError: neither.
+        MissingFileError, CorruptFileError: no such file, or it holds something else.
+    """
+    from fanfold.bench.batches import ROUTINGS
+    from fanfold.bench.recorded import PREFIX
+    from fanfold.bench.recorded import read as read_recorded
 
-def adapters_of(row: dict[str, Any]) -> str:
-    """Words for the adapters, where there are any."""
-    count: int = row["adapters"]
-    return f"{count} adapters of rank {row['rank']} ({row['popularity']}), " if count else ""
-
-
-def loads_of(rows: Sequence[dict[str, Any]]) -> str:
-    """The experts met and the load, by tokens; they are the same for every format."""
-    found = {row["tokens"]: row for row in rows if row.get("load") is not None}  # rows of schema 1 have none
-    parts = [f"{tokens}: {row['experts_met']:.4g}, {row['load']:.3g}" for tokens, row in found.items()]
-    return f"Tokens: experts met, most rows of one over the mean. {'; '.join(parts)}" if parts else ""
-
-
-def table_of(shape: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """A line a cell, beside the format and what ran it; floors only where they are known."""
-    floors = any(row["floor_us"] is not None for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.title, table.title_justify, table.title_style = shape, "left", "bold cyan"
-    table.add_column("format", overflow="fold")
-    for name in ("tokens", "us", "20-80", *(("floor", "x") if floors else ()), "TFLOP/s", "GB/s", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, group in groupby(rows, key=lambda row: str(row["format"])):
-        cells = list(group)
-        beside = [Text(name), Text(cells[0]["implementation"] or "", "dim")]
-        for index, row in enumerate(cells):
-            last = index == len(cells) - 1
-            words = Text("\n").join(beside[index:]) if last else beside[index] if index < len(beside) else Text()
-            table.add_row(words, str(row["tokens"]), *figures(row, floors))
-    return table
-
-
-def figures(row: dict[str, Any], floors: bool) -> list[str | Text]:
-    """The numbers of one line: median, spread of the middle 60 % over the median, floor, rates, verified error."""
-    us = row["median_us"]
-    known = us is not None and "p80_us" in row  # not in rows of schema 1
-    spread = f"{(row['p80_us'] - row['p20_us']) / us:.0%}" if known else ""
-    ratio = "" if row["over_floor"] is None else f"{row['over_floor']:.2f}"
-    return [
-        Text("refused", "bold red") if row["refused"] else Text(number(us), "bold"),
-        spread,
-        *([number(row["floor_us"]), ratio] if floors else []),
-        number(row["teraflops"]),
-        number(row["gigabytes_per_second"]),
-        "" if row["error"] is None else f"{row['error']:.1e}",
-    ]
-
-
-def number(value: float | None) -> str:
-    """Two or three digits, or all before the point; nothing for None."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+    if text in ROUTINGS:
+        return text
+    if text.startswith(PREFIX):
+        return read_recorded(Path(text.removeprefix(PREFIX)))
+    raise ArgumentError(
+        "--routing",
+        found=repr(text),
+        expected=f"one of {', '.join(ROUTINGS)}, or {PREFIX}FILE",
+        next_step=f"E.g. --routing power, or --routing {PREFIX}routing.safetensors.",
+    )

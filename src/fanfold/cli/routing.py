@@ -32,18 +32,23 @@ def routing(
     html: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write a page with heat maps.", show_default=False)
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT", help="Write each token's experts, for `fanfold bench`.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which experts a text uses, layer by layer: their load, its balance, and what adapters change."""
     with errors_reported(as_json):
         folders = adapter_folders(adapter or [])
-        if html is not None:
-            check_writable(html)
+        for option, file in (("--html", html), ("--record", record)):
+            if file is not None:
+                check_writable(option, file)
 
         from fanfold.expert_usage import expert_usage
 
         with progress_bar() as progress:
-            report = expert_usage(checkpoint, text, folders, progress=progress)
+            report = expert_usage(checkpoint, text, folders, record=record, progress=progress)
     if html is not None:
         html.write_text(page(report), encoding="utf-8")
     if as_json:
@@ -52,18 +57,18 @@ def routing(
         print_report(report, html)
 
 
-def check_writable(file: Path) -> None:
+def check_writable(option: str, file: Path) -> None:
     """Before the work is done.
 
     Raises:
-        ArgumentError: the page can't go there.
+        ArgumentError: the file can't go there.
     """
     if file.is_dir() or not file.parent.is_dir():
         raise ArgumentError(
-            "--html",
+            option,
             found=f"{file}, a folder" if file.is_dir() else f"no folder {file.parent}",
             expected="a file in a folder that is there",
-            next_step="E.g. --html routing.html.",
+            next_step=f"E.g. {option} {file.name}, which goes into this folder.",
         )
 
 
