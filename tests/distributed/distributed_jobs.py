@@ -26,6 +26,7 @@ from fanfold.spec import ExpertShape, ExpertWeights
 from samples import SILU, logits, numbers, random_experts, random_routing
 
 EXPERTS, TOP_K, TOKENS, HIDDEN, INTERMEDIATE = 8, 3, 9, 64, 32
+_PUT = Experts.put
 
 
 def weights_of(name: str) -> ExpertWeights:
@@ -169,19 +170,26 @@ def pool_steps(path: Path, adapter: Path, others: dict[int, Path]) -> list[str]:
     attempt(lambda: pool.load("a", folder_of(rank, others, adapter)))
     attempt(lambda: pool.load("b" if rank else "a", adapter))
     attempt(lambda: pool.load("a", adapter))
+    before = dict(experts.experts.pairs["down"])
     put = Experts.put
-    if rank == 1:
-        Experts.put = _no_room
-    attempt(lambda: pool.load("c", adapter))
-    Experts.put = put
+    for step in (lambda: pool.load("c", adapter), lambda: pool.replace("a", others[2])):
+        if rank == 1:
+            Experts.put = _no_room
+        attempt(step)
+        Experts.put = put
     said.append(str(sorted({slot for pairs in experts.experts.pairs.values() for slot, _ in pairs})))
+    said.append(str(experts.experts.pairs["down"] == before))
+    attempt(lambda: pool.replace("a", others[2]))
+    said.append(str(experts.experts.pairs["down"] == before))
     with pool.using(["a"] if rank else [None]):
         attempt(lambda: pool.unload("a"))
     attempt(lambda: pool.unload("a"))
     return said
 
 
-def _no_room(*_: object) -> None:
+def _no_room(layer: Experts, *_: object) -> None:
+    """Once: what was there is put back."""
+    Experts.put = _PUT
     raise DeviceMemoryError("device", found="no room", expected="room", next_step="Free some.")
 
 
@@ -227,3 +235,12 @@ def generate_own(path: Path, prompts: list[Tensor], lengths: list[int]) -> Tenso
     rank = dist.get_rank()
     model = load_model(path, parallel=ExpertPlan(exchange="all_to_all"))
     return model.generate(prompts[rank], max_new_tokens=lengths[rank], do_sample=False, synced_gpus=True)
+
+
+def forward_in_pairs(name: str, dtype: torch.dtype) -> Tensor:
+    """The layer over two ranks of four; the other two have one of their own, and other tokens."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, rank = divmod(dist.get_rank(), 2)
+    placed = Placement.even(EXPERTS, 2)
+    own = Experts(part(weights_of(name), placed.ranks[rank]), SILU, dtype=dtype)
+    return ExpertParallel(own, groups[pair])(*batch(dtype, TOKENS, pair))

@@ -85,16 +85,17 @@ def test_all_ranks_load_or_none(ranks_of: Callable[[int], Ranks], tmp_path: Path
     weights = bytearray((other / "adapter_model.safetensors").read_bytes())
     weights[-2] ^= 1
     (other / "adapter_model.safetensors").write_bytes(weights)
-    zero, one = ranks_of(2).run(pool_steps, sample(BASE), adapter, {1: other})
+    zero, one = ranks_of(2).run(pool_steps, sample(BASE), adapter, {1: other, 2: ADAPTERS["fused"]})
     for said in (zero, one):
         assert said[0].startswith("RankError: rank 0: ")  # other files
         assert said[0].endswith(": []")
         assert said[1] == "RankError: rank 0: load adapter 'a'; rank 1: load adapter 'b': []"
         assert said[2] == "done: ['a']"
-        assert said[4] == "[0]"  # nothing in the slot that could be filled on one rank alone
-        assert said[6] == "done: []"
+        assert said[5:7] == ["[0]", "True"]  # nothing in the slot that one rank could fill, and the old pairs
+        assert said[7:9] == ["done: ['a']", "False"]
+        assert said[10] == "done: []"
     cause = "DeviceMemoryError: device: found no room; expected room. Free some."
-    assert zero[3] == f"RankError: rank 1 failed: {cause}: ['a']"
-    assert one[3] == "DeviceMemoryError: no room: ['a']"
-    assert zero[5].startswith("RankError: rank 1 failed: AdapterBusyError")
-    assert one[5] == "AdapterBusyError: a using block that runs with it: ['a']"
+    assert zero[3:5] == [f"RankError: rank 1 failed: {cause}: ['a']"] * 2
+    assert one[3:5] == ["DeviceMemoryError: no room: ['a']"] * 2
+    assert zero[9].startswith("RankError: rank 1 failed: AdapterBusyError")
+    assert one[9] == "AdapterBusyError: a using block that runs with it: ['a']"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from distributed_jobs import EXPERTS, TOKENS, batch, forward, weights_of
+from distributed_jobs import EXPERTS, TOKENS, batch, forward, forward_in_pairs, weights_of
 from ranks import Ranks
 from torch import Tensor
 
@@ -61,3 +63,8 @@ def test_ranks_may_hold_copies_of_one_expert_alone(ranks: Ranks) -> None:
     expected = single("nvfp4", torch.bfloat16)
     for found in ranks.run(forward, "nvfp4", torch.bfloat16, first, TOKENS, {}):
         assert torch.equal(found, expected)
+
+
+def test_two_groups_of_two_ranks_each_with_a_layer_of_its_own(ranks_of: Callable[[int], Ranks]) -> None:
+    for rank, found in enumerate(ranks_of(4).run(forward_in_pairs, "nvfp4", torch.bfloat16)):
+        assert torch.equal(found, layer(*batch(torch.bfloat16, TOKENS, rank // 2), weights_of("nvfp4"), SILU))
