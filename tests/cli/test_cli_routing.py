@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from html import unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -126,14 +127,43 @@ def test_cells_of_any_number_of_experts_lie_in_the_map(experts: int) -> None:
         assert len(list(svg.iter(f"{SVG}text"))) <= 2 + 40  # numbers of experts do not run into each other
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no browser here")
-def test_a_browser_reads_it(tmp_path: Path) -> None:
+# What a browser makes of the page, written where --dump-dom shows it.
+ASK = """<script>
+const boxes = [...document.querySelectorAll("rect")].map(cell => cell.getBoundingClientRect());
+const style = getComputedStyle(document.body), root = getComputedStyle(document.documentElement);
+document.body.dataset.found = JSON.stringify({
+  rects: boxes.length,
+  shown: boxes.filter(box => box.width > 0 && box.height > 0).length,
+  wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  colours: [style.backgroundColor, root.backgroundColor, style.color],
+  fills: new Set([...document.querySelectorAll("rect")].map(cell => getComputedStyle(cell).fill)).size,
+  fetched: performance.getEntriesByType("resource").length,
+  words: document.body.innerText,
+})
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
+def test_a_browser_shows_it(tmp_path: Path) -> None:
+    """In light and dark: all cells have a size, nothing is cut off at the side, nothing is fetched, no error."""
+    whole = page(report())
     file = tmp_path / "page.html"
-    file.write_text(page(report()))
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("<rect") == page(report()).count("<rect")
+    file.write_text(whole.replace("</body>", f"{ASK}</body>") if "</body>" in whole else whole + ASK)
+    colours: list[list[str]] = []
+    for scheme in (0, 1):  # dark, light
+        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,800"]
+        command += [f"--blink-settings=preferredColorScheme={scheme}", "--enable-logging=stderr", "--dump-dom"]
+        done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "CONSOLE" not in done.stderr
+        (shown,) = re.findall(r'data-found="([^"]*)"', done.stdout)
+        found = json.loads(unescape(shown))
+        assert found["rects"] == found["shown"] == whole.count("<rect") > 0
+        assert (found["wide"], found["fetched"]) == (0, 0)
+        assert found["fills"] > 4  # levels are told apart
+        assert "models/<tiny>" in found["words"]
+        colours.append(found["colours"])
+    assert colours[0] != colours[1]
 
 
 @pytest.mark.parametrize(
