@@ -337,6 +337,7 @@ def test_all_kernels_of_the_gpu_are_loaded_once(host: Host) -> None:
     assert host.library.fanfold_load_all(host.context, None) == OK
     assert host.library.fanfold_load_all(host.context, None) == OK
     assert loaded.value == sum(made.kernel.arch == "sm_90" for made in described())
+    assert ctypes.c_int.in_dll(host.driver, "loaded_functions").value >= loaded.value
 
 
 def test_the_header_compiles_alone_as_c_and_cpp(folder: Path) -> None:

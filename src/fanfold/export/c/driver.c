@@ -38,6 +38,7 @@ typedef struct driver {
     int (*unload)(void *);
     int (*get_function)(void **, void *, const char *);
     int (*set_attribute)(void *, int, int);
+    int (*load_function)(void *); /* NULL before CUDA 12.4, where getting a function loads it */
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
     int (*error_name)(int, const char **);
 } driver;
@@ -96,6 +97,7 @@ static int open_driver(driver *cuda, fanfold_error *error)
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         if (!find_symbol(cuda, wanted[i].name, wanted[i].function))
             return fail(error, FANFOLD_NO_DRIVER, "libcuda.so.1 has no %s; install a newer driver", wanted[i].name);
+    find_symbol(cuda, "cuFuncLoad", &cuda->load_function);
     return FANFOLD_OK;
 }
 

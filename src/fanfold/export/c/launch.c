@@ -158,6 +158,8 @@ static int load(fanfold_context *context, const fanfold_kernel *kernel, void **f
     else if (kernel->shared_bytes > SHARED_WITHOUT_OPTIN &&
              (code = cuda->set_attribute(made.function, DYNAMIC_SHARED, kernel->shared_bytes)) != 0)
         status = driver_failed(cuda, code, "cuFuncSetAttribute", kernel->id, error);
+    else if (cuda->load_function != NULL && (code = cuda->load_function(made.function)) != 0)
+        status = driver_failed(cuda, code, "cuFuncLoad", kernel->id, error);
     if (status != FANFOLD_OK) {
         cuda->unload(made.module);
         return status;
