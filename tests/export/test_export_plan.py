@@ -60,6 +60,9 @@ def test_products_have_every_config_that_a_layer_takes() -> None:
                 assert kernel.rows.up_to is None or mean <= kernel.rows.up_to
 
 
+ACTIVATION = {"alpha": 1.702, "limit": 7.0}
+
+
 def members(example: Mapping[str, Any], name: str) -> Any:
     """An argument of a launch by the name of a parameter."""
     outer, _, inner = name.partition(".")
@@ -108,6 +111,8 @@ def test_values_are_those_that_the_library_passes(seed: int, monkeypatch: pytest
                     assert bytes_ == torch.Size(shape).numel() * {"u8": 1, "bf16": 2, "fp16": 2, "u64": 8}.get(
                         need.type, 4
                     )
+            elif formula in dict(kernel.function.numbers):
+                assert found == (0.0 if kernel.choices["activation"] == "none" else ACTIVATION[formula])
             elif parameter.name not in ("parts", "tiles", "stride_xa", "stride_half"):
                 assert found == evaluate(formula, sizes), (kernel.id, parameter)
             seen += 1

@@ -67,7 +67,8 @@ def compiling_for(kernel: Any, arch: str, compile: Any) -> Generator[None]:
     from triton.runtime import driver
 
     slot = cast(Any, driver)
-    before, compiler = slot._active, vars(kernel).get("compile")
+    before: Any = slot._active
+    compiler: Any = vars(kernel).get("compile")
     driver.set_active(cast(Any, _Absent(int(arch.removeprefix("sm_")))))
     try:
         device = slot.active.get_current_device()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -35,7 +36,11 @@ SIZES = (
 DTYPE = Choice("dtype", "of activations")
 FORMAT = Choice("format", "of the weights, as docs/formats names it")
 TILE = Choice("tile", "rows of a slot of the work list; fanfold_product_tile says which")
-ACTIVATION = Choice("activation", "silu: the output is h = silu(gate) * up; none: y1, gate before up")
+ACTIVATION = Choice("activation", "makes h of gate and up in the same launch; none: the output is y1, gate first")
+GPT_OSS = "grouped_mxfp4"
+"""Its layers have biases, and clamped_swiglu; the others have none, and SiLU."""
+BIAS = Buffer("bias", "added before outputs are rounded, [E, P, N]")
+LIMITS = (("alpha", "slope of the sigmoid"), ("limit", "bound of gate and up"))
 ASIDES = Choice("aside", "1 where rows with an adapter are set aside for the fold", "1 if has_y1 else 0")
 ROWS = ("rows", "tokens * top_k")
 WORK = (
@@ -59,9 +64,10 @@ def _functions(op: str) -> tuple[tuple[str, Function], ...]:
     slots, single = ("slots", "rows // tile + experts"), ("slots", "rows")
     up_sizes = (*SIZES, Size("adapter_slots", "slots of the adapter tables; read where y1 is there"))
     up_choices = (DTYPE, FORMAT, ACTIVATION, ASIDES)
-    up_in = (Buffer("x", "hidden states [T, K]"), *CODES, *ASIDE)
+    operands, numbers = ((*CODES, BIAS), LIMITS) if op == GPT_OSS else (CODES, ())
+    up_in = (Buffer("x", "hidden states [T, K]"), *operands, *ASIDE)
     up_out = Buffer("out", "h [R, N], or y1 [R, 2 * N]; positions without an expert are not written", written=True)
-    down_in = (Buffer("x", "h [R, K], in the order that gate_up wrote it"), *CODES)
+    down_in = (Buffer("x", "h [R, K], in the order that gate_up wrote it"), *operands)
     down_out = Buffer("out", "y2 [R, N] by row; rows without an expert are not written", written=True)
     found = {
         "gate_up": Function(
@@ -71,7 +77,8 @@ def _functions(op: str) -> tuple[tuple[str, Function], ...]:
             up_sizes,
             (*up_in, *WORK, up_out),
             (*up_choices, TILE),
-            derived=(ROWS, slots),
+            numbers,
+            (ROWS, slots),
         ),
         "down": Function(
             op,
@@ -89,7 +96,8 @@ def _functions(op: str) -> tuple[tuple[str, Function], ...]:
             up_sizes,
             (*up_in, *IDS, up_out),
             up_choices,
-            derived=(ROWS, single),
+            numbers,
+            (ROWS, single),
         ),
         "gather_down": Function(
             op,
@@ -148,8 +156,10 @@ def _kernel(
     columns = halves if not fused else 1
     width = "outputs" if columns == 1 else "2 * outputs"
     choices: dict[str, str | int] = {"dtype": dtype, "format": fmt.name}
-    choices |= {} if down else {"activation": "silu" if fused else "none", "aside": int(aside)}
+    activation = ("clamped_swiglu" if op == GPT_OSS else "silu") if fused else "none"
+    choices |= {} if down else {"activation": activation, "aside": int(aside)}
     choices |= {"tile": config.block_t} if planned else {}
+    limits = op == GPT_OSS and not down
     values = {
         **weights.values(fmt, halves),
         "x_ptr": Value("x"),
@@ -167,8 +177,9 @@ def _kernel(
         "N": Value("outputs", "outputs of one half"),
         "K": Value("inputs", "inputs"),
         "top_k": Value("1" if down else "top_k", "rows that share a row of x"),
-        "alpha": Value("0", "not read"),
-        "limit": Value("0", "not read"),
+        "b_ptr": Value("bias"),
+        "alpha": Value("alpha") if limits else Value("0", "not read"),
+        "limit": Value("limit") if limits else Value("0", "not read"),
         "stride_x": Value("inputs", "elements of x from row to row"),
         "stride_y": Value(width, "elements of out from row to row"),
     }
@@ -177,6 +188,8 @@ def _kernel(
         **weights.needs(fmt, halves, torch_dtype(dtype)),
         "out": Need(dtype, ("rows", width)),
     }
+    if op == GPT_OSS:
+        needs |= {"bias": Need(dtype, ("experts", str(halves), "outputs"))}
     if aside:
         needs |= {"y1": Need(dtype, ("rows", "2 * outputs")), "adapter_ids": Need("i32", ("tokens",))}
     if planned:
@@ -189,7 +202,7 @@ def _kernel(
         arch=arch,
         choices=choices,
         kernel=grouped_product,
-        example=_example(fmt, config, arch, dtype, planned, down, fused, aside),
+        example=_example(op, fmt, config, arch, dtype, planned, down, fused, aside),
         values=values,
         needs=needs,
         grid=(f"slots * {tiles}" + ("" if columns == 1 else " * 2"), "1", "1"),
@@ -199,8 +212,9 @@ def _kernel(
 
 
 def _example(
-    fmt: WeightFormat, config: LaunchConfig, arch: str, dtype: str, planned: bool, down: bool, fused: bool, aside: bool
-) -> dict[str, Any]:
+    op: str, fmt: WeightFormat, config: LaunchConfig, arch: str, dtype: str, planned: bool, down: bool, fused: bool,
+    aside: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Arguments of a launch, as layers make them."""
     from fanfold.kernels.grouped.launch import launch_arguments
 
@@ -208,20 +222,25 @@ def _example(
     halves = 1 if down else 2
     ids = empty(rows, "i32")
     work = WorkList(empty(rows // config.block_t + EXPERTS, 4, "i32"), config.block_t)
+    packed = weights.example(fmt, halves, torch_dtype(dtype))
+    activation = Activation("silu", 0.0, 0.0)
+    if op == GPT_OSS:
+        packed = replace(packed, bias=empty(EXPERTS, halves, N, dtype))
+        activation = Activation("clamped_swiglu")
     beside = None
     if aside:
         beside = Aside(empty(rows, 2 * N, dtype), empty(TOKENS, "i32"), SLOTS, TOP_K)
     return launch_arguments(
         "export",
         empty(rows if down else TOKENS, inputs_of(fmt), dtype),
-        weights.example(fmt, halves, torch_dtype(dtype)),
+        packed,
         work if planned else ids,
         ids if planned else None,
         config,
         empty(rows, N if fused else halves * N, dtype),
         int(arch.removeprefix("sm_")),
         top_k=None if down else TOP_K,
-        activation=Activation("silu", 0.0, 0.0) if fused else None,
+        activation=activation if fused else None,
         scatter=down and planned,
         aside=beside,
     )
