@@ -134,5 +134,6 @@ def rewrite(say: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "FANFOLD_TUNED": os.devnull, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "FANFOLD_TUNED": os.devnull, **quiet}
     rewrite(sys.stdout.write)
