@@ -28,7 +28,7 @@ STRICT = ("-pedantic", "-Wall", "-Wextra", "-Werror")
 CUBIN = b"\x7fELF%s\0"
 """Machine code of tests: its kernel's id."""
 FAKE_DRIVER = Path(__file__).with_name("fake_cuda.c")
-FORMATS = ("gptq4-g128", "gptq4-g128-asym-v2", "packed4-g32", "awq4-g128-asym", "nvfp4", "mxfp4", "bf16")
+FORMATS = ("gptq4-g128", "packed4-g128-asym", "nvfp4", "mxfp4", "bf16")
 
 
 @cache

@@ -131,7 +131,7 @@ def test_every_function_launches_what_its_formulas_say(host: Host) -> None:
         assert list(host.launched.parameters[len(made.parameters) :][:2]) == [0, 0]  # scratch
         launched[kernel.function.name] += 1
     assert set(launched) == {made.kernel.function.name for made in described()}
-    assert sum(launched.values()) > 250
+    assert sum(launched.values()) > 200
 
 
 def test_each_buffer_short_null_or_not_aligned_is_named(host: Host) -> None:
@@ -187,7 +187,7 @@ SHRINK = {"name": "lora_shrink", "projection": "down", "source": 2, "tile": 8, "
         (DOWN, {"format": 99}, INVALID, "grouped_int4_down: format: found 99, expected 0 to"),
         (DOWN, {"tile": 24}, NOT_EXPORTED, "tile: found 24, exported for sm_90: 16, 32, 64, 128"),
         (DOWN, {"format": number("format", "gptq4-g64")}, NOT_EXPORTED,
-         "format: found gptq4-g64, exported for sm_90: gptq4-g128, gptq4-g128-asym-v2, packed4-g32, awq4-g128-asym"),
+         "format: found gptq4-g64, exported for sm_90: gptq4-g128, packed4-g128-asym"),
         (DOWN, {"dtype": 1}, NOT_EXPORTED, "dtype: found fp16, exported for sm_90: bf16"),
         (FOLD, {"max_rank": 33}, INVALID, "lora_fold: the largest rank of one launch (use lora_shrink and lora_expand) "
          "(max_rank): found 33, expected at most 32"),

@@ -118,7 +118,7 @@ def valid(found: dict[str, Any]) -> bool:
 def test_manifests_of_all_functions_validate() -> None:
     schema = json.loads(schema_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    compiled = [Compiled(**{**vars(made), "ptx": "ptx"}) for made in described()[::15]]
+    compiled = [Compiled(**{**vars(made), "ptx": "ptx"}) for made in described()[::9]]
     found = manifest(compiled)
     jsonschema.validate(found, schema)
     assert {function["op"] for function in found["functions"]} >= set(OPS) - {"grouped_int8", "grouped_fp8"}

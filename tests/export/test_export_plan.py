@@ -86,10 +86,9 @@ def resized(monkeypatch: pytest.MonkeyPatch, seed: int) -> dict[str, int]:
     return sizes
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_values_are_those_that_the_library_passes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_those_that_the_library_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of products and folds: every number and every tensor's size, from the launches of the library itself."""
-    given = resized(monkeypatch, seed)
+    given = resized(monkeypatch, 0)
     ops = [op for op in OPS if op.startswith("grouped")]
     seen = 0
     for kernel in plan([90], [*ops, "lora_fold", "lora_shrink", "lora_expand"]):

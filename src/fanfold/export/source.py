@@ -68,7 +68,7 @@ def compiling_for(kernel: Any, arch: str, compile: Any) -> Generator[None]:
 
     slot = cast(Any, driver)
     before: Any = slot._active
-    compiler: Any = vars(kernel).get("compile")
+    compiler = cast(dict[str, Any], vars(kernel)).get("compile")
     driver.set_active(cast(Any, _Absent(int(arch.removeprefix("sm_")))))
     try:
         device = slot.active.get_current_device()
