@@ -144,6 +144,21 @@ def test_other_logits_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[-1]["decode_ms"] is None
 
 
+def test_no_room_for_one_batch_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = ModelForward.prompt
+
+    def full(self: ModelForward, ids: torch.Tensor, keep: int) -> Any:
+        if len(ids) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 824 GiB. More words")
+        return prompt(self, ids, keep)
+
+    monkeypatch.setattr(ModelForward, "prompt", full)
+    sizes = SIZES | {"batches": ((3, 7), (1, 9))}
+    rows = list(throughput(sample(PLAIN), experts=("eager",), **sizes))
+    assert [row["refused"] for row in rows] == ["no room: CUDA out of memory", None]
+    assert rows[1]["decode_ms"] > 0
+
+
 def test_replays_have_figures_where_they_have_the_eager_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = Pace("m", None, "bf16", "fanfold", 4, 9, 2, 0)
     forward, ids = ModelForward(torch.nn.Linear(1, 1)), torch.zeros(4, 9)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fanfold.bench.machine import device_named
-from fanfold.errors import ArgumentError
+from fanfold.errors import ArgumentError, DeviceMemoryError
 from fanfold.integrations.transformers.forward import ModelForward
 from fanfold.integrations.transformers.synthetic import synthetic
 from fanfold.integrations.transformers.synthetic_adapters import write_adapters
@@ -119,7 +119,7 @@ def _paces(
                 if loaded is None:
                     yield replace(pace, refused=reason).row(where, dtype)
                 else:
-                    yield _timed(replace(pace, weights=loaded.weights), loaded, given, wanted).row(where, dtype)
+                    yield _figures(replace(pace, weights=loaded.weights), loaded, given, wanted).row(where, dtype)
             del loaded
             gc.collect()
             if where.type == "cuda":
@@ -149,6 +149,15 @@ def _models(
     count = found.layers if layers is None else layers
     kinds = [WeightFormat.parse(name) for name in formats]
     return [RandomModels(str(model), found, count, fmt, device, dtype) for fmt in kinds]
+
+
+def _figures(pace: Pace, loaded: Loaded, adapters: Adapters, wanted: dict[tuple[int, int], Tensor]) -> Pace:
+    """One batch, or that the device has no room for it: batched_mm copies an expert's weights for every row."""
+    try:
+        return _timed(pace, loaded, adapters, wanted)
+    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
+        torch.cuda.empty_cache()
+        return replace(pace, refused=f"no room: {str(error).partition('. ')[0]}")
 
 
 @torch.inference_mode()

@@ -126,7 +126,7 @@ def synthetic_model(
         empty = cast("Any", AutoModelForCausalLM).from_config(config)
     generator = generator_of("hidden", seed, device)
     state = {
-        name: _values(name, tensor.shape, generator).to(dtype)
+        name: _values(name, tensor.shape, generator).to(dtype).cpu()  # where from_pretrained puts them
         for name, tensor in empty.state_dict().items()
         if expert_name(name) is None and ".experts." not in name
     }
