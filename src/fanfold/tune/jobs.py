@@ -9,12 +9,13 @@ import torch
 
 from fanfold.bench.jobs import LayerShape
 from fanfold.errors import UnsupportedError
-from fanfold.explanation import explain
+from fanfold.explanation.work import Batch, work
 from fanfold.kernels.grouped import tuned as grouped
 from fanfold.kernels.grouped.sm90 import tuned as sm90
 from fanfold.kernels.grouped.sm90.configs import FAMILIES, layer_configs
 from fanfold.kernels.grouped.sm90.weights import padded
 from fanfold.select import choose
+from fanfold.spec.arch import ARCHS
 from fanfold.spec.job import LayerJob
 from fanfold.spec.weight_format import WeightFormat
 from fanfold.tune.candidates import Candidate, Fits, grouped_candidate, grouped_fits, sm90_fits
@@ -54,8 +55,7 @@ class Job:
                 expected="a layer with gate and up",
                 next_step="Such layers run with the configs of kernels/grouped/configs.py.",
             )
-        job = LayerJob(shape.experts, fmt, fmt, shape.activation.kind, torch.bfloat16)
-        return cls(shape, fmt, tokens, gpu, arch, choose(job, arch))
+        return cls(shape, fmt, tokens, gpu, arch, choose(layer_job(shape, fmt), arch))
 
     @property
     def row(self) -> dict[str, Any]:
@@ -99,14 +99,21 @@ class Job:
 
     def floor_us(self) -> float:
         """The least a call can take if routing is uniform; 0 where the device's rates are not known."""
-        rows = self.tokens * self.shape.top_k
-        found = explain(self.shape.experts, self.format, self.arch, rows, self.shape.top_k)["uniform"]["floor_us"]
-        return 0.0 if found is None else float(found)
+        rates = ARCHS.get(self.arch)
+        if rates is None or rates.name not in self.gpu:
+            return 0.0
+        batch = Batch(self.tokens, self.shape.top_k, adapters=0, rank=1)
+        return float(work(layer_job(self.shape, self.format), batch, rates)["uniform"]["floor_us"])
 
     def _sm90_sizes(self) -> tuple[tuple[WeightFormat, int, int], tuple[WeightFormat, int, int]]:
         sizes = self.shape.experts
         gate_up = self.format, padded(sizes.halves * sizes.intermediate), padded(sizes.hidden)
         return gate_up, (self.format, padded(sizes.hidden), padded(sizes.intermediate))
+
+
+def layer_job(shape: LayerShape, fmt: WeightFormat) -> LayerJob:
+    """What is chosen for: bf16 activations."""
+    return LayerJob(shape.experts, fmt, fmt, shape.activation.kind, torch.bfloat16)
 
 
 def plain(fmt: WeightFormat) -> WeightFormat:
