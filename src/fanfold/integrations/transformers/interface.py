@@ -33,8 +33,9 @@ def register() -> None:
     `model.set_experts_implementation("fanfold")`, runs the experts of a model with bf16, fp16 or fp32 weights through
     torch.ops.fanfold.packed_layer: kernels on a GPU, the reference on a CPU.
 
-    Where transformers spreads experts over ranks (5.20 and later, `distributed_config`), each runs its own the same
-    way, and `DistributedConfig(ep_implementation="fanfold")` adds rows of all ranks to the bits of a single process.
+    Where transformers spreads experts over ranks (`distributed_config`), each runs its own the same way. In releases
+    that have EPImplementationInterface, `DistributedConfig(ep_implementation="fanfold")` adds rows of all ranks to the
+    bits of a single process.
     """
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     if find_spec("transformers.distributed.expert_parallel") is not None:
