@@ -100,6 +100,16 @@ def test_the_portable_product(name: str, arch: int, tokens: int, top_k: int, ada
     assert found["table"] is None
 
 
+def test_a_single_token_folds_in_the_product() -> None:
+    """Down only where K is in one part, as in no row of int4 with one token."""
+    assert step(explain(QWEN, "gptq4-g128", 90, 8, 8), "down")["settings"]["parts"] == 3
+    found = explain(QWEN, "gptq4-g128", 90, 8, 8, adapters=3)
+    assert steps(found) == ["gate_up shrink", "gate_up", "down", "down fold", "sum"]
+    found = explain(QWEN, "nvfp4", 90, 8, 8, adapters=3, rank=100)
+    assert steps(found) == ["gate_up shrink", "gate_up", "down shrink", "down", "sum"]
+    assert step(found, "down shrink")["config"] == step(found, "gate_up shrink")["config"]
+
+
 def test_steps_with_adapters() -> None:
     few = explain(QWEN, "gptq4-g128-actorder", 90, FEW_ROWS, 8, 4, rank=32)
     wanted = ["plan", "order of x", "gate_up", "gate_up fold", "down", "down fold", "sum"]

@@ -116,15 +116,20 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
         chained = {"chained": found.chained}
         return _step(step, "kernels/grouped/sm90", config.name, asdict(config) | chained, start.name, changed)
 
+    def with_fold(step: str, config: Sm90Config, start: Sm90Config, sizes: Sizes) -> list[Step]:
+        """A single row's change is folded in the product, unless K is in parts."""
+        if batch.tokens == 1 and config.parts == 1:
+            shrinks = [one | {"step": f"{step} shrink"} for one in _fold(step, job, batch, arch)[:1]]
+            return [*shrinks, product(step, config, start, sizes)]
+        return [product(step, config, start, sizes), *_fold(step, job, batch, arch)]
+
     steps = [
         *_plan(batch, found.gate_up.block_t),
         *_order("x", job.gate_up, "kernels/grouped/sm90/reorder"),
         *_rounded("x", job),
-        product("gate_up", found.gate_up, row.gate_up, gate_up),
-        *_fold("gate_up", job, batch, arch),
+        *with_fold("gate_up", found.gate_up, row.gate_up, gate_up),
         *_rounded("h", job),
-        product("down", found.down, row.down, down),
-        *_fold("down", job, batch, arch),
+        *with_fold("down", found.down, row.down, down),
         _sum(batch),
     ]
     layer = shape.num_experts, batch.top_k, shape.hidden, shape.intermediate

@@ -1,4 +1,4 @@
-"""AdapterTable, AdapterWork, AdapterRows and Aside: which pairs exist, and which rows meet them, on the device."""
+"""Which adapter pairs exist, which rows of a batch meet them, and what a product does with those rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from fanfold.errors import ArgumentError
+
+RANK_STEP = 16
+"""Columns of the rank that an expanding product takes at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,3 +132,25 @@ class Aside(NamedTuple):
     adapter_ids: Tensor
     slots: int
     top_k: int
+
+
+class Expand(NamedTuple):
+    """What a product folds onto its rows before it stores them: the shrunk rows, and the pairs that expand them.
+
+    Attributes:
+        xa: [P, R, xa_columns(max_rank)] at sorted positions, in the activations' dtype: act(x A^T) of gate and up, or
+            of one projection.
+        table: of the projection.
+        adapter_ids: int32 [T], adapter slot of each token; < 0 and >= the table's slots are the base.
+        top_k: k.
+    """
+
+    xa: Tensor
+    table: AdapterTable
+    adapter_ids: Tensor
+    top_k: int
+
+
+def xa_columns(max_rank: int) -> int:
+    """Columns of `Expand.xa` for ranks up to `max_rank`."""
+    return -(-max_rank // RANK_STEP) * RANK_STEP

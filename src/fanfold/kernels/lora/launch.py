@@ -96,6 +96,7 @@ def shrink(
     row_end: int | None = None,
     unknown: Tensor | None = None,
     chained: bool = False,
+    lets_in: bool = False,
 ) -> None:
     """xa = act(x A^T) of the window [row_offset, row_end) of positions, both projections in one launch.
 
@@ -111,6 +112,8 @@ def shrink(
         row_end: behind the last position; None: R. An empty or inverted window does nothing.
         unknown: see `fold_gate_up`.
         chained: see above.
+        lets_in: a chained launch behind this one starts once all programs of this one have, and finds complete what
+            this one found; it must wait for xa itself.
 
     Raises:
         ArgumentError: an argument does not go with the others.
@@ -123,7 +126,7 @@ def shrink(
     arch = arch_of(x.device)
     if end <= row_offset:
         return
-    arguments = shrink_arguments(x, table, source, xa, gather_x, row_offset, end, unknown, chained, arch)
+    arguments = shrink_arguments(x, table, source, xa, gather_x, row_offset, end, unknown, chained, arch, lets_in)
     _launch(product.shrink_kernel, item_count(source) * arguments["parts"], arguments, xa)
 
 
@@ -217,6 +220,7 @@ def shrink_arguments(
     unknown: Tensor | None,
     chained: bool,
     arch: int,
+    lets_in: bool = False,
 ) -> Arguments:
     """Arguments and launch options of `shrink_kernel`, by name; what is compiled depends on nothing else."""
     config = config_for(table.max_rank, tile_of(source), x.dtype, arch)
@@ -236,6 +240,7 @@ def shrink_arguments(
         BLOCK_R=config.block_r,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,
+        LETS_IN=lets_in,
         num_warps=config.num_warps,
     )
 

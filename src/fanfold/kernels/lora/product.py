@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from fanfold.kernels.common.activations import activate
 from fanfold.kernels.lora.device import (
@@ -180,10 +181,12 @@ def shrink_kernel(
     stride_x: tl.tensor, stride_xa: tl.tensor, stride_half: tl.tensor,
     FIND: tl.constexpr, HALVES: tl.constexpr, GATHER_X: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr, LETS_IN: tl.constexpr,
 ) -> None:  # fmt: skip
     """xa = act(x A^T) of the window's rows: BLOCK_R columns of both halves, by each of `parts` programs of an item."""
     wait_for_the_kernel_before(CHAINED)
+    if LETS_IN:  # the product that expands xa, which waits for it behind its sums
+        gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     item = tl.program_id(0) // parts
     part = tl.program_id(0) % parts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fanfold.kernels.lora.launch import fold_down, fold_gate_up, shrink
-from fanfold.kernels.lora.operands import Source, row_count
+from fanfold.kernels.lora.operands import Source
 from fanfold.kernels.lora.plan import empty_work, order_rows
 from fanfold.kernels.lora.sizes import FEW_ROWS, row_tile
 from fanfold.layers.implementations import Adapters
@@ -16,7 +16,6 @@ from fanfold.routing.plan import plan_sort
 from fanfold.spec.activation import Activation
 from fanfold.spec.adapters import AdapterRows, AdapterTable, Aside, Expand, xa_columns
 from fanfold.spec.route import Route
-from fanfold.spec.work import WorkItems
 
 
 def products(
@@ -63,38 +62,41 @@ def products(
     return fold_down(down(h), h, adapters.down, source, scatter=route is not None)
 
 
-def source_of(topk_ids: Tensor, route: Route | None, work: WorkItems, adapters: Adapters) -> Source:
-    """The batch's rows as the fold meets them: one after the other where they are few, else by adapter.
-
-    In the second case the work items get that order too, so that a tile of the products meets few adapters.
-    """
-    rows, slots = topk_ids.numel(), adapters.gate_up.slots
-    if route is None or rows <= FEW_ROWS:
-        ordered = None if route is None else route.sorted_rows
-        return AdapterRows(topk_ids.flatten(), adapters.ids, topk_ids.shape[1], ordered)
-    tile = row_tile(rows, route.num_experts, slots)
-    return order_rows(route, adapters.ids, slots, tile, unknown=adapters.unknown, items=work)
-
-
-def shrunk(
-    op: str, x: Tensor, table: AdapterTable, source: Source, adapters: Adapters, gather_x: bool, chained: bool
-) -> Expand:
-    """What a product needs to fold the adapters behind its sums; with `chained` it begins while rows still shrink.
+def single_row_products(
+    hidden: Tensor,
+    topk_ids: Tensor,
+    adapters: Adapters,
+    gate_up: Callable[[Expand], Tensor],
+    down: Callable[[Tensor], Callable[[Expand | None], Tensor]],
+    *,
+    one_part: bool,
+    chained: bool,
+) -> Tensor:
+    """The same for a single token, with products that fold while their sums lie in registers.
 
     Args:
-        op: the operation's name, for errors.
-        x: hidden states with `gather_x`, else h.
-        table: of the projection.
-        source: of `source_of`.
+        hidden: [1, H].
+        topk_ids: [1, k], contiguous.
         adapters: of the call.
-        gather_x: x's row is the token of the position. Then tokens with unknown ids are counted, where no plan did.
-        chained: whether the product is launched so.
+        gate_up: the first product with fold and activation; its operands are made already.
+        down: makes the operands of the second, and returns that product with the fold. It has none where its sums are
+            in parts, as a change goes onto all of a sum.
+        one_part: whether they are not.
+        chained: whether the products are launched so: they begin while rows still shrink.
     """
-    rows = row_count(source)
-    xa = x.new_empty((table.projections, rows, xa_columns(table.max_rank)))
-    unknown = adapters.unknown if gather_x and isinstance(source, AdapterRows) else None
-    shrink(op, x, table, source, xa, gather_x=gather_x, unknown=unknown, chained=chained, lets_in=chained)
-    return Expand(xa, table, adapters.ids, source.top_k)
+    source = AdapterRows(topk_ids.flatten(), adapters.ids, topk_ids.shape[1])
+
+    def shrunk(op: str, x: Tensor, table: AdapterTable, unknown: Tensor | None) -> Expand:
+        xa = x.new_empty((table.projections, topk_ids.numel(), xa_columns(table.max_rank)))
+        gather_x = x is hidden
+        shrink(op, x, table, source, xa, gather_x=gather_x, unknown=unknown, chained=chained, lets_in=chained)
+        return Expand(xa, table, adapters.ids, source.top_k)
+
+    h = gate_up(shrunk("fold_gate_up", hidden, adapters.gate_up, adapters.unknown))
+    product = down(h)  # before rows shrink, which the product may begin beside
+    if not one_part:
+        return fold_down(product(None), h, adapters.down, source)
+    return product(shrunk("fold_down", h, adapters.down, None))
 
 
 def fold_rows(y: Tensor, x: Tensor, table: AdapterTable, adapter_ids: Tensor) -> Tensor:

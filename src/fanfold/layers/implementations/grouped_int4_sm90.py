@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,14 +17,14 @@ from fanfold.kernels.grouped.sm90.items import single_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights
-from fanfold.kernels.lora.launch import fold_down
 from fanfold.kernels.nvfp4.projection import input_scales
 from fanfold.layers.implementations import Adapters
-from fanfold.layers.implementations.folding import shrunk, source_of
-from fanfold.layers.implementations.operands import Nvfp4, Operands, Plain
+from fanfold.layers.implementations.folding import products, single_row_products
+from fanfold.layers.implementations.operands import Nvfp4, Operands, Plain, by_row
 from fanfold.routing.plan import plan_items
 from fanfold.spec.activation import Activation
 from fanfold.spec.activation_format import PLAIN, ActivationFormat
+from fanfold.spec.adapters import Aside, Expand
 from fanfold.spec.weights import ExpertWeights, ProjectionWeights
 
 
@@ -82,20 +83,29 @@ class GroupedInt4Sm90:
             else:
                 route, work = plan_items(topk_ids, experts, first.block_t)
 
-            x, weights, shared = self.up_operands.of(hidden, topk_ids, top_k)
-            source = expand = None
-            if adapters is not None:
-                source = source_of(topk_ids, route, work, adapters)
-                expand = shrunk("fold_gate_up", hidden, adapters.gate_up, source, adapters, True, chained)
-            h = grouped_gate_up(x, weights, work, shared, first, self.activation, chained, expand)
+            def gate_up(aside: Aside | None = None, expand: Expand | None = None) -> Tensor:
+                x, weights, shared = up
+                aside = by_row(aside, shared)
+                return grouped_gate_up(x, weights, work, shared, first, self.activation, chained, aside, expand)
 
-            x, weights, _ = self.down_operands.of(h, topk_ids, 1, None if route is None else route.sorted_rows)
-            expand = None
-            if adapters is not None and source is not None and second.parts == 1:
-                expand = shrunk("fold_down", h, adapters.down, source, adapters, False, chained)
-            y2 = grouped_down(x, weights, work, second, chained, expand)
-            if adapters is not None and source is not None and second.parts > 1:  # onto the sum of the parts
-                y2 = fold_down(y2, h, adapters.down, source, scatter=route is not None)
+            def down(h: Tensor) -> Callable[[Expand | None], Tensor]:
+                x, weights, _ = self.down_operands.of(h, topk_ids, 1, None if route is None else route.sorted_rows)
+                return lambda expand: grouped_down(x, weights, work, second, chained, expand)
+
+            def fold_gate_up(expand: Expand) -> Tensor:
+                return gate_up(expand=expand)
+
+            def plain_down(h: Tensor) -> Tensor:
+                return down(h)(None)
+
+            up = self.up_operands.of(hidden, topk_ids, top_k)
+            if adapters is not None and route is None:
+                one_part = second.parts == 1
+                y2 = single_row_products(
+                    hidden, topk_ids, adapters, fold_gate_up, down, one_part=one_part, chained=chained
+                )
+            else:
+                y2 = products(hidden, topk_ids, route, self.activation, adapters, gate_up, plain_down, chained=True)
             return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)
 
     def _configs(self, tokens: int, top_k: int) -> tuple[Sm90Config, Sm90Config, bool]:

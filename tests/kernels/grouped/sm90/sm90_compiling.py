@@ -16,7 +16,7 @@ from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.kernels.grouped.sm90.weights import SCALES, FragmentWeights
 from fanfold.spec import Activation, WeightFormat
 from fanfold.spec.activation import ActivationKind
-from fanfold.spec.adapters import Aside
+from fanfold.spec.adapters import AdapterTable, Aside, Expand
 from fanfold.spec.work import WorkItems
 
 FORMATS = ("gptq4-g128", "gptq4-g128-asym-v1", "gptq4-g64-asym-v1", "gptq4-g32-asym-v1", "nvfp4", "mxfp4")
@@ -71,12 +71,13 @@ class Kernel:
     bias: bool = False
     ordered: bool = False
     aside: bool = False
+    expand: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.format, "gate_up" if self.halves == 2 else "down", f"k{self.k}", self.config.name]
         parts += [self.activation or "y1"] if self.halves == 2 and self.activation != "silu" else []
-        parts += [word for word in ("bias", "ordered", "aside") if getattr(self, word)]
+        parts += [word for word in ("bias", "ordered", "aside", "expand") if getattr(self, word)]
         parts += ["single"] if self.single else []
         parts += [] if self.chained else ["unchained"]
         parts += ["fp16"] if self.dtype == torch.float16 else []
@@ -109,7 +110,8 @@ def other_kernels() -> list[Kernel]:
         Kernel("mxfp4", 1, 192, 448, MANY, bias=True),
         Kernel("gptq4-g128", 2, 64, 512, MANY, single=True, activation=None),
         Kernel("gptq4-g128", 2, 64, 512, MANY, aside=True),
-        Kernel("gptq4-g128", 2, 64, 512, FEW, single=True, aside=True),
+        Kernel("gptq4-g128", 2, 64, 512, FEW, single=True, expand=True),
+        Kernel("gptq4-g64-asym-v1", 1, 128, 512, FEW, dtype=torch.float16, single=True, expand=True),
         Kernel("nvfp4", 2, 64, 2048, replace(MANY, block_t=128, smallest_t=32), aside=True),
         Kernel("gptq4-g32", 2, 64, 128, SHORT),
         Kernel("nvfp4", 1, 128, 128, SHORT, chained=False),
@@ -132,10 +134,12 @@ def given_kernels() -> list[Kernel]:
 
 
 def kernels() -> dict[str, Kernel]:
-    """All of them by name; those that go on through the activation also with rows that are set aside."""
+    """All of them by name; also with rows set aside before the activation, or with the fold of a single row."""
     found = [*tuned_kernels(), *other_kernels(), *given_kernels()]
-    aside = [replace(kernel, aside=True) for kernel in found if kernel.halves == 2 and kernel.activation is not None]
-    return {kernel.name: kernel for kernel in [*found, *aside]}
+    gated = [kernel for kernel in found if kernel.halves == 2 and kernel.activation is not None]
+    aside = [replace(kernel, aside=True) for kernel in gated if not kernel.single]
+    folds = [replace(kernel, expand=True) for kernel in found if kernel.single and kernel.config.parts == 1]
+    return {kernel.name: kernel for kernel in [*found, *aside, *folds]}
 
 
 def compiled(kernel: Kernel) -> Resources:
@@ -164,7 +168,12 @@ def compiled(kernel: Kernel) -> Resources:
     aside = None
     if kernel.aside:
         aside = Aside(x.new_zeros((rows, kernel.n * kernel.halves)), torch.zeros(2, dtype=torch.int32), 4, 8)
-    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k, activation, aside)
+    expand = None
+    if kernel.expand:
+        entries = torch.zeros(kernel.halves, 4, 1, dtype=torch.int64)
+        table = AdapterTable(entries, entries, entries.float(), entries.int(), kernel.k, kernel.n, 16, kernel.dtype)
+        expand = Expand(x.new_zeros((kernel.halves, rows, 16)), table, torch.zeros(2, dtype=torch.int32), 8)
+    arguments = launch_arguments(x, weights, work, y, config, kernel.chained, top_k, activation, aside, expand)
     return compile_launch(product.grouped_int4_sm90, arguments, "sm_90", kernel.name)
 
 

@@ -62,12 +62,24 @@ def test_the_order_of_act_order_fits(k: int) -> None:
 
 def test_there_are_kernels_of_each_kind() -> None:
     assert len(KERNELS) > 400
-    for word in ("gate_up", "down", "aside", "single", "bias", "ordered", "fp16", "unchained", "y1", "gelu_tanh"):
+    for word in (
+        "gate_up",
+        "down",
+        "aside",
+        "expand",
+        "single",
+        "bias",
+        "ordered",
+        "fp16",
+        "unchained",
+        "y1",
+        "gelu_tanh",
+    ):
         assert any(f" {word}" in name for name in KERNELS), word
 
 
 def test_a_kept_kernel_gets_its_arguments_in_order() -> None:
     """Later launches pass values and constants by position."""
     weights = empty_weights("gptq4-g128", 2, 64, 512)
-    constants = _constants(weights, MANY, False, False, True, "silu", False)
+    constants = _constants(weights, MANY, False, False, True, "silu", False, False)
     assert [*VALUES, *constants] == grouped_int4_sm90.arg_names

@@ -1,10 +1,12 @@
-"""What follows the product of one work item (Gluon): scale of the matrix, bias, rounding, activation, store."""
+"""What follows the product of one work item (Gluon): scale of the matrix, bias, rounding, fold, activation, store."""
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # (Gluon's builtins carry no types.)
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from fanfold.kernels.grouped.sm90.fold import fold_row
 
 
 @gluon.jit
@@ -77,7 +79,6 @@ def _store_or_set_aside(
     limit,
     HALVES: gl.constexpr,
     ACT: gl.constexpr,
-    DIRECT: gl.constexpr,
     BN: gl.constexpr,
 ):
     """Stores y1, rounded, of rows with an adapter, and h of the others; without a gate, up is gate."""
@@ -89,9 +90,7 @@ def _store_or_set_aside(
     n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     token = gl.arange(0, BT, layout=gl.SliceLayout(0, layout))
     valid = token < count
-    row = start + token
-    if not DIRECT:
-        row = gl.load(rows_ptr + token, mask=valid, other=0)
+    row = gl.load(rows_ptr + token, mask=valid, other=0)
     slot = gl.load(ids_ptr + row // top_k, mask=valid, other=-1)
     adapted = (slot >= 0) & (slot < adapter_slots)
     inside = (n < N)[:, None]
@@ -119,6 +118,9 @@ def finish(
     b_ptr,
     y_ptr,
     aside,
+    fold,
+    b,
+    pairs,
     rows_ptr,
     start,
     count,
@@ -131,8 +133,8 @@ def finish(
     HALVES: gl.constexpr,
     ACT: gl.constexpr,
     ASIDE: gl.constexpr,
+    FOLD: gl.constexpr,
     BIAS: gl.constexpr,
-    DIRECT: gl.constexpr,
     FP4: gl.constexpr,
     SCATTER: gl.constexpr,
 ):
@@ -148,6 +150,8 @@ def finish(
         inside = (row < HALVES * N) & (split == 0)
         bias = gl.load(b_ptr + expert.to(gl.int64) * (HALVES * N) + output, mask=inside, other=0.0)
         acc = acc + bias[:, None]
+    if FOLD:
+        acc = fold_row(acc, b, pairs, start, row0, N, fold, dtype, HALVES)
     if HALVES == 2:
         y = acc.to(dtype).to(gl.float32).reshape([ROWS // 16, 2, 8, BT]).permute([0, 2, 3, 1])
         gate, up = gl.split(y)
@@ -158,7 +162,7 @@ def finish(
         if ASIDE:
             _store_or_set_aside(
                 gate, up, y_ptr, aside, rows_ptr, start, count, n0, N, stride_y, top_k, alpha, limit,
-                HALVES, ACT, DIRECT, ROWS // 2,
+                HALVES, ACT, ROWS // 2,
             )  # fmt: skip
         elif ACT is None:
             _store(gate, y_ptr, rows_ptr, start, count, n0, N, stride_y, SCATTER, ROWS // 2)
@@ -170,7 +174,7 @@ def finish(
         up = acc.to(dtype)
         _store_or_set_aside(
             up, up, y_ptr, aside, rows_ptr, start, count, row0, N, stride_y, top_k, alpha, limit,
-            HALVES, ACT, DIRECT, ROWS,
+            HALVES, ACT, ROWS,
         )  # fmt: skip
     else:
         if ACT == "relu2":

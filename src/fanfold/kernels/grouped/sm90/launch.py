@@ -12,10 +12,11 @@ from fanfold.kernels.common.aside import check_aside
 from fanfold.kernels.grouped.sm90 import product
 from fanfold.kernels.grouped.sm90.checks import ALIGNMENT, LARGEST, check_arguments, check_device
 from fanfold.kernels.grouped.sm90.config import Sm90Config
+from fanfold.kernels.grouped.sm90.expand import POINTERS, SIZES, adapter_values, check_expand
 from fanfold.kernels.grouped.sm90.reorder import reorder
 from fanfold.kernels.grouped.sm90.weights import FragmentWeights
 from fanfold.spec.activation import Activation
-from fanfold.spec.adapters import Aside
+from fanfold.spec.adapters import Aside, Expand
 from fanfold.spec.work import WorkItems
 
 
@@ -28,6 +29,7 @@ def grouped_gate_up(
     activation: Activation | None,
     chained: bool = False,
     aside: Aside | None = None,
+    expand: Expand | None = None,
 ) -> Tensor:
     """y1 = act(x[token] . W13[e]^T + bias) of all rows, or h = act(activation(y1)).
 
@@ -40,7 +42,9 @@ def grouped_gate_up(
         activation: None gives y1. Else h: y1 is rounded in between, so that the bits are those of two steps.
         chained: programs start while the kernel before still runs, and wait for it before they read work items.
             Weights are read after that too.
-        aside: with an activation, y1 of the rows that have an adapter goes there, and their h is not written.
+        aside: with an activation and a plan, y1 of rows that have an adapter goes there, and their h is not written.
+        expand: for single rows, adapters that are folded onto y1 before the activation. `chained` then is about the
+            kernel that makes xa: it must have begun after ids and x were complete, and is waited for behind the sums.
 
     Returns:
         y1 [R, P*I] (gate first, then up) or h [R, I] at sorted positions, in x's dtype. Positions that no work item
@@ -67,15 +71,29 @@ def grouped_gate_up(
             next_step="Pass the activation of the layer that these weights belong to.",
         )
     check_aside(op, aside, x, weights.n * weights.halves, top_k, activation)
+    if aside is not None and work.single:
+        raise ArgumentError(
+            f"{op}: aside",
+            found="single rows",
+            expected="work items of a plan",
+            next_step="Pass an Expand for single rows.",
+        )
+    check_expand(op, expand, x, work, weights, config)
     check_device(op, x)
     if weights.order is not None:
         x = reorder(x, weights.order, work, top_k)
+        chained = chained and expand is None  # x itself is of the launch before
     y = x.new_empty((work.total, weights.n * (weights.halves if activation is None else 1)))
-    return _launch(x, weights, work, y, config, chained, top_k, activation, aside)
+    return _launch(x, weights, work, y, config, chained, top_k, activation, aside, expand)
 
 
 def grouped_down(
-    h: Tensor, weights: FragmentWeights, work: WorkItems, config: Sm90Config, chained: bool = False
+    h: Tensor,
+    weights: FragmentWeights,
+    work: WorkItems,
+    config: Sm90Config,
+    chained: bool = False,
+    expand: Expand | None = None,
 ) -> Tensor:
     """y2 = act(h . W2[e]^T + bias) of all rows.
 
@@ -87,6 +105,7 @@ def grouped_down(
         config: of the tuned table.
         chained: as for gate_up, but work items and weights are read before the wait: the kernel before must be one
             that began after both were complete, as gate_up is.
+        expand: as for gate_up; for one part alone.
 
     Returns:
         y2 [R, H] at rows (token * top_k + slot), in h's dtype; with `config.parts` > 1 fp32 [parts, R, H], not
@@ -112,12 +131,13 @@ def grouped_down(
             expected="1 half, and inputs in the order of h",
             next_step="Pass the down projection that prepare_layer made.",
         )
+    check_expand(op, expand, h, work, weights, config)
     check_device(op, h)
     if config.parts == 1:
         y2 = h.new_empty((work.total, weights.n))
     else:
         y2 = h.new_empty((config.parts, work.total, weights.n), dtype=torch.float32)
-    return _launch(h, weights, work, y2, config, chained)
+    return _launch(h, weights, work, y2, config, chained, expand=expand)
 
 
 def launch_arguments(
@@ -130,6 +150,7 @@ def launch_arguments(
     top_k: int | None = None,
     activation: Activation | None = None,
     aside: Aside | None = None,
+    expand: Expand | None = None,
 ) -> dict[str, Any]:
     """Arguments and launch options of `grouped_int4_sm90`, by name; what is compiled depends on nothing else.
 
@@ -142,19 +163,21 @@ def launch_arguments(
         chained: see `grouped_gate_up`.
         top_k: k for gate_up, None for down.
         activation: behind gate_up.
-        aside: for rows that have an adapter.
+        aside, expand: for rows that have an adapter.
     """
-    values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation, aside)
+    values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation, aside, expand)
     kind = None if activation is None else activation.kind
-    constants = _constants(weights, config, chained, work.single, top_k is not None, kind, aside is not None)
+    constants = _constants(
+        weights, config, chained, work.single, top_k is not None, kind, aside is not None, expand is not None
+    )
     options: dict[str, Any] = {"num_warps": 4 * config.warpgroups, **({"launch_pdl": True} if chained else {})}
     return {**dict(zip(VALUES, values, strict=True)), **constants, **options}
 
 
 _KERNEL = cast(Any, product.grouped_int4_sm90)
 VALUES = (
-    *("x_ptr", "w_ptr", "s_ptr", "z_ptr", "b_ptr", "y_ptr", "y1_ptr", "ids_ptr", "work_ptr", "rows_ptr", "slots"),
-    *("experts", "N", "NR", "stride_x", "stride_y", "stride_split", "top_k", "adapter_slots", "alpha", "limit"),
+    *("x_ptr", "w_ptr", "s_ptr", "z_ptr", "b_ptr", "y_ptr", *POINTERS, "work_ptr", "rows_ptr", "slots", "experts"),
+    *("N", "NR", "stride_x", "stride_y", "stride_split", "top_k", *SIZES, "alpha", "limit"),
 )
 """Arguments of the kernel that are not constants, in its order."""
 
@@ -168,9 +191,11 @@ def _values(
     top_k: int,
     activation: Activation | None,
     aside: Aside | None,
+    expand: Expand | None,
 ) -> tuple[Any, ...]:
     nothing = weights.words  # a pointer that is not read
     second = weights.global_scale if weights.fp4_group else weights.zeros
+    pointers, sizes = adapter_values(aside, expand, nothing)
     return (
         x,
         weights.words,
@@ -178,8 +203,7 @@ def _values(
         nothing if second is None else second,
         nothing if weights.bias is None else weights.bias,
         y,
-        y if aside is None else aside.y1,
-        nothing if aside is None else aside.adapter_ids,
+        *pointers,
         work.items,
         work.rows,
         work.items.shape[0],
@@ -190,7 +214,7 @@ def _values(
         y.shape[-1],
         y.stride(0) if config.parts > 1 else 0,
         top_k,
-        0 if aside is None else aside.slots,
+        *sizes,
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
     )
@@ -204,6 +228,7 @@ def _constants(
     gate_up: bool,
     kind: str | None,
     aside: bool,
+    folds: bool,
 ) -> dict[str, Any]:
     return dict(
         K=weights.padded_k,
@@ -222,6 +247,7 @@ def _constants(
         HALVES=weights.halves,
         ACT=kind,
         ASIDE=aside,
+        FOLD=folds,
         BIAS=weights.bias is not None,
         DIRECT=single,
         ZEROS=weights.zeros is not None,
@@ -241,6 +267,7 @@ def _launch(
     top_k: int | None = None,
     activation: Activation | None = None,
     aside: Aside | None = None,
+    expand: Expand | None = None,
 ) -> Tensor:
     """One launch on the current stream; none where there is nothing to do.
 
@@ -251,18 +278,33 @@ def _launch(
         return y
     grid = (work.items.shape[0] * (weights.rows // config.rows) * config.parts, 1, 1)
     kind = None if activation is None else activation.kind
-    aligned = work.items.data_ptr() % ALIGNMENT == 0, work.rows.data_ptr() % ALIGNMENT == 0
+    read = work.items, work.rows, *(() if expand is None else (expand.adapter_ids, expand.xa))
+    aligned = tuple(tensor.data_ptr() % ALIGNMENT == 0 for tensor in read)
     wide = y.numel() > LARGEST
-    key = (config, chained, work.single, top_k is None, kind, aside is None, x.dtype, work.items.dtype, aligned, wide)
+    key = (
+        config,
+        chained,
+        work.single,
+        top_k is None,
+        kind,
+        aside is None,
+        expand is None,
+        x.dtype,
+        work.items.dtype,
+        aligned,
+        wide,
+    )
     known = weights.launches.get(key)
     with torch.cuda.device_of(y):
         if known is None:
-            arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation, aside)
+            arguments = launch_arguments(x, weights, work, y, config, chained, top_k, activation, aside, expand)
             kernel = _KERNEL[grid](**arguments)
-            constants = _constants(weights, config, chained, work.single, top_k is not None, kind, aside is not None)
+            constants = _constants(
+                weights, config, chained, work.single, top_k is not None, kind, aside is not None, expand is not None
+            )
             weights.launches[key] = kernel, tuple(constants.values())
         else:
             kernel, constants = known
-            values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation, aside)
+            values = _values(x, weights, work, y, config, 1 if top_k is None else top_k, activation, aside, expand)
             kernel[grid](*values, *constants)
     return y

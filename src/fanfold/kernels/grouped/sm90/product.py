@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fanfold.kernels.grouped.sm90.epilogue import finish
+from fanfold.kernels.grouped.sm90.fold import find_pairs, load_b
 from fanfold.kernels.grouped.sm90.unpack import (
     by_group,
     load_groups,
@@ -64,6 +65,7 @@ def _run(
     HALVES: gl.constexpr,
     ACT: gl.constexpr,
     ASIDE: gl.constexpr,
+    FOLD: gl.constexpr,
     BIAS: gl.constexpr,
     DIRECT: gl.constexpr,
     ZEROS: gl.constexpr,
@@ -73,7 +75,7 @@ def _run(
 ):
     """The product of one work item with a tile of BT tokens; pointers stand at the program's weights."""
     (
-        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, aside, rows_ptr, expert, start, count, tile, split, scale0,
+        x_ptr, w_ptrs, s_ptrs, z_ptrs, b_ptr, y_ptr, aside, fold, rows_ptr, expert, start, count, tile, split, scale0,
         scale1, N, stride_x, stride_y, top_k, alpha, limit,
     ) = args  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -113,7 +115,7 @@ def _run(
         z = load_groups(z_ptrs, 0, SSLAB, SLABS, KX, G)
     else:
         z = ()
-    if PDL and not GATE_UP:
+    if PDL and not (GATE_UP or FOLD):
         gdc_wait()
     if PDL or ASIDE:  # the order of the fold's rows is made beside the last programs
         gdc_launch_dependents()
@@ -137,6 +139,14 @@ def _run(
             async_copy.async_copy_global_to_shared(x_smem.index(first), x_ptrs + first * KX, mask=x_mask)
         async_copy.commit_group()
 
+    pairs = ()
+    b0 = ()
+    b1 = ()
+    if FOLD:
+        pairs = find_pairs(fold, start, expert, HALVES)
+        b0 = load_b(pairs, tile * BM, N, 0, ROWS, HALVES, dtype)
+        if SLABS == 2:
+            b1 = load_b(pairs, tile * BM + ROWS, N, 0, ROWS, HALVES, dtype)
     acc0 = gl.zeros([ROWS, BT], gl.float32, layout=mma)
     acc1 = acc0
     last = gl.zeros([ROWS, 64], dtype, layout=operand)  # the fragment that may be in flight
@@ -211,15 +221,18 @@ def _run(
         acc0, acc1, last = warpgroup_mma_wait(0, deps=(acc0, acc1, last))
     async_copy.wait_group(0)
 
+    if PDL and FOLD:  # for xa, which the kernel before makes while this one sums
+        gdc_wait()
     for i in gl.static_range(SLABS):
         acc = acc0 if i == 0 else acc1
         finish(
-            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, aside, rows_ptr, start, count,
-            N, stride_y, top_k, alpha, limit, dtype, HALVES, ACT, ASIDE, BIAS, DIRECT, FP4, not (GATE_UP or DIRECT),
+            acc, tile * BM + i * ROWS, expert, split, scale0, scale1, b_ptr, y_ptr, aside, fold,
+            b0 if i == 0 else b1, pairs, rows_ptr, start, count, N, stride_y, top_k, alpha, limit,
+            dtype, HALVES, ACT, ASIDE, FOLD, BIAS, FP4, not (GATE_UP or DIRECT),
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["slots", "experts", "top_k", "adapter_slots"])
+@gluon.jit(do_not_specialize=["slots", "experts", "top_k", "adapter_slots", "table_experts", "adapter_top_k"])
 def grouped_int4_sm90(
     x_ptr,
     w_ptr,
@@ -228,6 +241,11 @@ def grouped_int4_sm90(
     b_ptr,
     y_ptr,
     y1_ptr,
+    xa_ptr,
+    table_a_ptr,
+    table_b_ptr,
+    table_scale_ptr,
+    table_rank_ptr,
     ids_ptr,
     work_ptr,
     rows_ptr,
@@ -240,6 +258,10 @@ def grouped_int4_sm90(
     stride_split,
     top_k,
     adapter_slots,
+    stride_xa,
+    stride_half,
+    table_experts,
+    adapter_top_k,
     alpha,
     limit,
     K: gl.constexpr,
@@ -258,6 +280,7 @@ def grouped_int4_sm90(
     HALVES: gl.constexpr,
     ACT: gl.constexpr,
     ASIDE: gl.constexpr,
+    FOLD: gl.constexpr,
     BIAS: gl.constexpr,
     DIRECT: gl.constexpr,
     ZEROS: gl.constexpr,
@@ -274,6 +297,7 @@ def grouped_int4_sm90(
         y_ptr: GATE_UP: after ACT [R, N] in sorted order; ACT None: [R, HALVES * N], gate first. Else y2 [R, N] at
             row = token * top_k + slot; with SPLIT > 1 fp32 sums [SPLIT, R, N] of a part of K each, not rounded.
         y1_ptr, ids_ptr, adapter_slots: with ASIDE, `spec.adapters` Aside.
+        xa_ptr ... ids_ptr, adapter_slots ... adapter_top_k: with FOLD, for single rows, an Expand; see `fold.fold_row`.
         work_ptr: int64 [slots]: expert << 48 | rows << 32 | first sorted position; -1: nothing.
             DIRECT: ids int32 or int64 [R], outside [0, experts): nothing; slot = row = position, one row a program.
         rows_ptr: int32 [slots, BT]: the rows of each work item.
@@ -287,7 +311,8 @@ def grouped_int4_sm90(
             (`scale_bytes`), z_ptr the fp32 scale of each expert and half, [E, HALVES].
         GROUP: work items that pass one weight tile one after the other, so that it stays in L2.
         PDL: launched while the kernel before still runs. gate_up waits for it before it reads work items; down reads
-            them first, so what comes before down must have begun after the plan was complete.
+            them first, so what comes before down must have begun after the plan was complete. With FOLD the kernel
+            before makes xa: it must have begun after ids and x were complete, and is waited for behind the sums.
     """
     BM: gl.constexpr = 64 * WGS * SLABS
     STREAM: gl.constexpr = GROUP == 1
@@ -301,7 +326,7 @@ def grouped_int4_sm90(
     split = tile % SPLIT
     tile = tile // SPLIT
 
-    if PDL and GATE_UP:
+    if PDL and GATE_UP and not FOLD:
         gdc_wait()  # for the plan; down finds it done, since gate_up waited for it
     if DIRECT:
         # Compared before an int64 id is narrowed.
@@ -338,8 +363,10 @@ def grouped_int4_sm90(
     rows_ptr += slot.to(gl.int64) * BT
 
     aside = (y1_ptr, ids_ptr, adapter_slots)
+    table = (table_a_ptr, table_b_ptr, table_scale_ptr, table_rank_ptr)
+    fold = (xa_ptr, stride_xa, stride_half, table, ids_ptr, adapter_slots, table_experts, adapter_top_k)
     args = (
-        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, aside, rows_ptr, expert, start, count, tile, split, scale0,
+        x_ptr, w_ptrs, s_ptr, z_ptr, b_ptr, y_ptr, aside, fold, rows_ptr, expert, start, count, tile, split, scale0,
         scale1, N, stride_x, stride_y, top_k, alpha, limit,
     )  # fmt: skip
     T: gl.constexpr = BT_MIN if DIRECT else BT
@@ -349,17 +376,17 @@ def grouped_int4_sm90(
             if BT_MIN < T // 2:
                 if count <= T // 4:
                     _run(args, K, G, T // 4, WGS, SLABS, KX, STAGES, SPLIT,
-                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, FOLD, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
                 else:
                     _run(args, K, G, T // 2, WGS, SLABS, KX, STAGES, SPLIT,
-                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                         POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, FOLD, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
             else:
                 _run(args, K, G, T // 2, WGS, SLABS, KX, STAGES, SPLIT,
-                     POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                     POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, FOLD, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
         else:
             _run(args, K, G, T, WGS, SLABS, KX, STAGES, SPLIT,
-                 POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+                 POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, FOLD, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
     else:
         _run(args, K, G, T, WGS, SLABS, KX, STAGES, SPLIT,
-             POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
+             POST, STREAM, GATE_UP, GATHER, HALVES, ACT, ASIDE, FOLD, BIAS, DIRECT, ZEROS, FP4, PAD_K, PDL)
     # fmt: on
