@@ -1,4 +1,4 @@
-"""Every exported kernel compiles, fits, leaves operands in flight alone, and spills no more than is known.
+"""Every exported kernel compiles, fits and leaves operands in flight alone; none but those known spills.
 
 Of all ops with int4 weights in groups of 128 and bf16 activations, on every arch; but for what takes long to compile:
 plans in two launches are of one tile, on two archs; the fold is whole on two archs, and one of each kind on the others;
@@ -19,9 +19,6 @@ from fanfold.export.functions import weights
 from fanfold.export.plan import OPS, plan
 from fanfold.spec.arch import SHARED_BYTES
 
-SPILLS = {
-    "sm_90": {"grouped_int4_gate_up-bf16-gptq4-g128-silu-aside1-tile128": 8},
-}
 SPILLS_OF_FOLDS = {"sm_120": {f"lora_order-tile{tile}-chunk256-bins32": 8 for tile in (8, 16)}}
 """Bytes a thread. The manifest says so, too; these configs are those that the library selects."""
 BOTH = ("sm_80", "sm_90")
@@ -65,7 +62,7 @@ def check(kernels: Iterator[Kernel], arch: str, known: dict[str, int]) -> int:
 
 @ALL_ARCHS
 def test_every_exported_kernel(arch: str) -> None:
-    assert check(exported(arch), arch, SPILLS.get(arch, {})) >= 60
+    assert check(exported(arch), arch, {}) >= 60
 
 
 @ALL_ARCHS

@@ -142,6 +142,29 @@ def test_fused_activation_and_bias(device: str) -> None:
     assert not torch.equal(dequantize_expert(weights, 0, 0), dequantize_expert(weights, 1, 0))
 
 
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-block64x64"])
+def test_gate_and_up_one_after_the_other(name: str, device: str) -> None:
+    """Where sums are too large for registers; in tiles of 64 rows, whose tokens are the left operand."""
+    from fanfold.kernels.activation.reference import activate
+    from fanfold.kernels.grouped.launch import grouped_gate_up, launch_arguments
+
+    weights = projection(name, 2, 2, 32, K, device)
+    apart = LaunchConfig(128, 64, 64, 4, 2, "block" in name)
+    together = replace(apart, num_warps=8)
+    job = random_job(40, 2, 2, K, apart, torch.float16, device)
+    slots, rows, scales = job.work, job.route.sorted_rows, RowScales(job.x, 1, 1, 64)
+    for config in (apart, together):
+        made = launch_arguments("", job.x.byte(), weights, slots, rows, config, job.x, 90, 2, x_scales=scales)
+        assert made["APART"] == (config is apart and "block" in name)
+    arguments = (job.x, weights, job.work, job.route.sorted_rows, 2)
+    h = grouped_gate_up(*arguments, apart, Activation("silu"), w8a8=True)[: job.rows]
+    assert same_bits(h, grouped_gate_up(*arguments, together, Activation("silu"), w8a8=True)[: job.rows])
+    y1 = grouped_gate_up(*arguments, apart, w8a8=True)[: job.rows]
+    torch.testing.assert_close(h, activate(y1, Activation("silu")), rtol=2e-3, atol=1e-4)
+    x = dequantize_rows(*reference_of(job.x, 64 if "block" in name else K), 64 if "block" in name else K)
+    assert relative_error(y1[:, 32:], exact(weights, x[job.tokens[: job.rows]], job.route, 1)) < 1e-3
+
+
 @pytest.mark.parametrize("case", ["no fp8", "narrow blocks", "scales on the weights"])
 def test_what_is_no_8_bit_product_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from fanfold.kernels.grouped import launch

@@ -1,8 +1,8 @@
 """Which config a grouped product runs with: one small table a kind of machine.
 
-Those of sm_90 were measured on an H200 (docs/measured.md), sm_100 runs the same; the others are chosen by compiled
-resources (registers, shared memory) and count of bytes and steps. Any config of a format gives right results; they
-differ in speed and in the last bits.
+Those of sm_90 were measured on an H200 (docs/measured.md), sm_100 runs almost the same; the others are chosen by
+compiled resources (registers, shared memory, no spills) and count of bytes and steps. Any config of a format gives
+right results; they differ in speed and in the last bits.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Table:
 
 
 LARGE = (90, 100)
-"""Compute capabilities that take the first table; all others the second."""
+"""Compute capabilities whose tables use 227 KiB of shared memory; all others 99."""
 _FP32 = {16: LaunchConfig(32, 32, 16, 4, 2)}
-# sm_90, sm_100: 227 KiB of shared memory.
+# sm_90: 227 KiB of shared memory.
 _LARGE = Table(
     alone={
         "dense": {
@@ -80,6 +80,11 @@ _LARGE = Table(
         "fp32": _FP32,
     },
 )
+# sm_100 as well, where one more stage keeps a few words out of memory.
+_SM_100 = Table(
+    alone=_LARGE.alone,
+    fused={**_LARGE.fused, "packed": {**_LARGE.fused["packed"], 16: LaunchConfig(64, 128, 16, 4, 4)}},
+)
 # sm_86, sm_89, sm_120: 99 KiB. sm_80 has more, but runs the same instructions.
 _SMALL = Table(
     alone={
@@ -112,9 +117,9 @@ _SMALL = Table(
         },
         "packed": {
             16: LaunchConfig(64, 64, 16, 4, 4),
-            32: LaunchConfig(64, 64, 32, 4, 3),
+            32: LaunchConfig(64, 64, 32, 4, 2),
             64: LaunchConfig(64, 64, 64, 8, 3),
-            128: LaunchConfig(64, 32, 128, 8, 3),
+            128: LaunchConfig(64, 64, 128, 8, 3),
         },
         "w8a8": {
             16: LaunchConfig(32, 128, 16, 4, 3),
@@ -198,10 +203,15 @@ def family_of(fmt: WeightFormat, dtype: torch.dtype, w8a8: bool = False) -> Fami
     return "dense" if dense else "packed"
 
 
+def table_of(arch: int) -> Table:
+    """The table of a compute capability."""
+    return {90: _LARGE, 100: _SM_100}.get(arch, _SMALL)
+
+
 def _config(
     fmt: WeightFormat, k: int, dtype: torch.dtype, arch: int, block_t: int, fused: bool, w8a8: bool
 ) -> LaunchConfig:
-    table = _LARGE if arch in LARGE else _SMALL
+    table = table_of(arch)
     family = family_of(fmt, dtype, w8a8)
     block_t = 16 if family == "fp32" else block_t
     run = fmt.run(k)
@@ -210,10 +220,11 @@ def _config(
         return replace(config, block_k=min(config.block_k, run or config.block_k), scale_on_sum=run != 0)
     config = _with_scales(config, fmt, run)
     if family == "packed" and 0 < run < SHORTEST_RUN:
-        config = replace(config, block_n=64, block_k=16 if fused else 32, num_warps=8, num_stages=2, smallest_t=None)
+        block_k, stages = (16, 3 if table is _SMALL else 2) if fused else (32, 2)
+        config = replace(config, block_n=64, block_k=block_k, num_warps=8, num_stages=stages, smallest_t=None)
     elif family == "packed" and fmt.bits == 3:
-        few = block_t <= 64 and table is _LARGE
-        block_k, stages = (64, 3) if few else (32, 2)
+        few = block_t <= 64 and table is not _SMALL
+        block_k, stages = (64, 3) if few else (32, 3 if table is _SM_100 else 2)
         config = replace(config, block_n=64, block_k=block_k, num_warps=8, num_stages=stages, smallest_t=None)
     return config
 

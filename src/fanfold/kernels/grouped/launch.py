@@ -25,6 +25,8 @@ from fanfold.spec.work import WorkList
 TOGETHER = 8
 """Work items that pass one weight tile one after the other, while it is in the L2 cache."""
 NO_SCALES = RowScales(None, 0, 0, 1)
+SUMS = 64
+"""Registers a thread that a sum takes, from which on three do not fit: those of gate, up and, with 8 bits, a step."""
 
 
 def grouped_gate_up(
@@ -270,6 +272,7 @@ def launch_arguments(
         V1=packed.v1,
         DIVIDE=packed.divide,
         NATIVE_E4M3=arch >= NATIVE_E4M3,
+        GROUP=packed.scales.group_size if packed.run else 0,
         RUN=min(run, config.block_k),
         HALVES=weights.halves,
         ACTIVATION=None if activation is None else activation.kind,
@@ -278,6 +281,7 @@ def launch_arguments(
         SCATTER=scatter,
         W8A8=w8a8,
         WHOLE=w8a8 and packed.scales.rows % config.block_n == 0,
+        APART=scale_at == "sum" and w8a8 and config.block_n * config.block_t >= SUMS * 32 * config.num_warps,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_T=config.block_t,

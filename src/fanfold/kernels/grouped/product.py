@@ -21,11 +21,11 @@ from fanfold.kernels.common.scales import load_scales, spread
 
 
 @triton.jit
-def groups_of(order, s, expert, half, k0, K, RUN: tl.constexpr, BLOCK_K: tl.constexpr):
+def groups_of(order, expert, half, k0, K, GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK_K: tl.constexpr):
     """First inputs of the runs of a step, and the scale group of each run; both [BLOCK_K / RUN]."""
     run = k0 + tl.arange(0, BLOCK_K // RUN) * RUN
     if order.ptr is None:
-        return run, run // s.group_size
+        return run, run // GROUP if GROUP > 0 else tl.zeros_like(run)
     else:
         at = order.ptr + expert * order.stride_e + half * order.stride_p + run
         return run, tl.load(at, mask=run < K, other=0)
@@ -34,11 +34,12 @@ def groups_of(order, s, expert, half, k0, K, RUN: tl.constexpr, BLOCK_K: tl.cons
 @triton.jit
 def scales_of(
     s, order, expert, half, n0, N, k0, K,
-    SCALES: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Scales of a weight tile in fp32, [BLOCK_N, BLOCK_K / RUN]."""
     n = n0 + tl.arange(0, BLOCK_N)
-    run, group = groups_of(order, s, expert, half, k0, K, RUN, BLOCK_K)
+    run, group = groups_of(order, expert, half, k0, K, GROUP, RUN, BLOCK_K)
     matrix = s.ptr + expert * s.stride_e + half * s.stride_p
     return load_scales(matrix, n, n < N, group, run < K, s.rows, s.stride_n, s.stride_g, SCALES, NATIVE_E4M3)
 
@@ -47,7 +48,7 @@ def scales_of(
 def weight_tile(
     w, s, z, order, expert, half, n0, N, k0, K,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
-    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """W[n0 : n0 + BLOCK_N, k0 : k0 + BLOCK_K] as it enters the product, in the activations' dtype.
@@ -63,12 +64,12 @@ def weight_tile(
         if ZEROS is None:
             tile -= ZERO + 8388608.0
         else:
-            run, group = groups_of(order, s, expert, half, k0, K, RUN, BLOCK_K)
+            run, group = groups_of(order, expert, half, k0, K, GROUP, RUN, BLOCK_K)
             matrix = z.ptr + expert * z.stride_e + half * z.stride_p
             zero = ZEROS(matrix, n0, N, group, run < K, z.stride_n, z.stride_g, BITS, V1, BLOCK_N)
             tile -= spread(zero.to(tl.float32) + 8388608.0, BLOCK_N, BLOCK_K)
     if SCALE_AT == "weight":
-        scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+        scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, GROUP, RUN, BLOCK_N, BLOCK_K)
         tile = tile.to(tl.float32) * spread(scale, BLOCK_N, BLOCK_K)
     return tile.to(DTYPE)
 
@@ -77,19 +78,19 @@ def weight_tile(
 def weight_tiles(
     w, s, z, order, expert, half, n0, N, k0, K,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
-    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The tile of this half; GATED: and of the next half, else the same again."""
     tile = weight_tile(
         w, s, z, order, expert, half, n0, N, k0, K,
-        CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K, DTYPE,
+        CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, GROUP, RUN, BLOCK_N, BLOCK_K, DTYPE,
     )  # fmt: skip
     tile_up = tile
     if GATED:
         tile_up = weight_tile(
             w, s, z, order, expert, half + 1, n0, N, k0, K,
-            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K, DTYPE,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, GROUP, RUN, BLOCK_N, BLOCK_K, DTYPE,
         )  # fmt: skip
     return tile, tile_up
 
@@ -97,8 +98,8 @@ def weight_tiles(
 @triton.jit
 def add_step(
     acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
-    SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr, W8A8: tl.constexpr,
-    TURNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr, SCALE_AT: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    W8A8: tl.constexpr, TURNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum: acc [BLOCK_N, BLOCK_T] + tile [BLOCK_N, BLOCK_K] . x [BLOCK_K, BLOCK_T]; "sum" scales the product.
 
@@ -108,21 +109,80 @@ def add_step(
     if W8A8 and SCALE_AT == "sum":
         if WHOLE:
             matrix = s.ptr + expert * s.stride_e + half * s.stride_p
-            scale = tl.load(matrix + n0 // s.rows * s.stride_n + k0 // s.group_size * s.stride_g).to(tl.float32)
+            scale = tl.load(matrix + n0 // s.rows * s.stride_n + k0 // GROUP * s.stride_g).to(tl.float32)
         else:
-            scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+            scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, GROUP, RUN, BLOCK_N, BLOCK_K)
         if TURNED:
             scale = x_scale[:, None] * (scale if WHOLE else tl.trans(scale))
             return acc + tl.dot(tl.trans(x), tl.trans(tile)) * scale
         else:
             return acc + tl.dot(tile, x) * (x_scale[None, :] * scale)
     elif SCALE_AT == "sum":
-        scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, RUN, BLOCK_N, BLOCK_K)
+        scale = scales_of(s, order, expert, half, n0, N, k0, K, SCALES, NATIVE_E4M3, GROUP, RUN, BLOCK_N, BLOCK_K)
         return acc + tl.dot(tile, x, input_precision="ieee") * scale
+    elif TURNED:
+        return acc + tl.dot(tl.trans(x), tl.trans(tile))
     elif W8A8:
         return acc + tl.dot(tile, x)
     else:
         return tl.dot(tile, x, acc, input_precision="ieee")
+
+
+@triton.jit
+def sums(
+    x_rows, in_t, source, xs, w, s, z, order, expert, half, n0, N, K,
+    CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+    GATED: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sums over all inputs, fp32 [BLOCK_N, BLOCK_T]: of this half; GATED: and of the next, else the same again.
+
+    x_rows: pointers [1, BLOCK_T] to rows of x; source: their numbers. in_t: which of them there are.
+    """
+    # Scales of tokens are few values a thread where tokens are the left operand, which has 64 rows or more.
+    TURNED: tl.constexpr = W8A8 and BLOCK_T >= 64
+    DECODE: tl.constexpr = W8A8 and not NATIVE_E4M3
+    operand: tl.constexpr = tl.float16 if DECODE else x_rows.dtype.element_ty
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_T, BLOCK_N) if TURNED else (BLOCK_N, BLOCK_T), tl.float32)
+    acc_up = acc
+    if AHEAD:
+        tile, tile_up = weight_tiles(
+            w, s, z, order, expert, half, n0, N, 0, K,
+            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, GROUP, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+        )  # fmt: skip
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_rows + (k0 + k)[:, None], mask=in_t[None, :] & (k0 + k < K)[:, None], other=0.0)
+        if DECODE:
+            x = e4m3_to_fp16(x, False)
+        if not AHEAD:
+            tile, tile_up = weight_tiles(
+                w, s, z, order, expert, half, n0, N, k0, K, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1,
+                NATIVE_E4M3, GROUP, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+            )  # fmt: skip
+        x_scale = None
+        if W8A8 and SCALE_AT == "sum":
+            at = source * xs.stride_t + k0 // GROUP * xs.stride_g  # 32 bits: x would have 2^36 numbers
+            x_scale = tl.load(xs.ptr + at, mask=in_t, other=0.0)
+        acc = add_step(
+            acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
+            SCALES, SCALE_AT, NATIVE_E4M3, GROUP, RUN, W8A8, TURNED, WHOLE, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if GATED:
+            acc_up = add_step(
+                acc_up, tile_up, x, x_scale, s, order, expert, half + 1, n0, N, k0, K,
+                SCALES, SCALE_AT, NATIVE_E4M3, GROUP, RUN, W8A8, TURNED, WHOLE, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        if AHEAD:
+            tile, tile_up = weight_tiles(
+                w, s, z, order, expert, half, n0, N, k0 + BLOCK_K, K, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1,
+                NATIVE_E4M3, GROUP, RUN, GATED, BLOCK_N, BLOCK_K, operand,
+            )  # fmt: skip
+    if TURNED:
+        acc = tl.trans(acc)
+        acc_up = tl.trans(acc_up)
+    return acc, acc_up
 
 
 @triton.jit
@@ -153,12 +213,12 @@ def finish(
 
 
 @triton.jit
-def set_aside(aside, gate, up, position, row, in_t, column, N, HALVES: tl.constexpr):
+def set_aside(aside, gate, up, first, t, row, in_t, column, N, HALVES: tl.constexpr):
     """Stores y1 of the rows that have an adapter; the mask of the others."""
     slot = tl.load(aside.adapter_ids + row // aside.top_k, mask=in_t, other=-1)
     adapted = (slot >= 0) & (slot < aside.slots)
     if tl.max(adapted.to(tl.int32), 0) > 0:
-        to = aside.y1 + position.to(tl.int64)[None, :] * (HALVES * N) + column[:, None]
+        to = aside.y1 + first.to(tl.int64) * (HALVES * N) + t.to(tl.int64)[None, :] * (HALVES * N) + column[:, None]
         mask = adapted[None, :] & (column < N)[:, None]
         tl.store(to, gate, mask=mask)
         if HALVES == 2:
@@ -171,19 +231,15 @@ def rows_of_expert(
     x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count, N, K,
     top_k, alpha, limit, stride_x, stride_y,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
-    BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
-    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
-    SCATTER: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
+    SCATTER: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, APART: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Outputs n0 to n0 + BLOCK_N of `count` <= BLOCK_T rows of one expert; arguments as for `grouped_product`."""
     GATED: tl.constexpr = ACTIVATION is not None and HALVES == 2
-    # Scales of tokens are few values a thread where tokens are the left operand, which has 64 rows or more.
-    TURNED: tl.constexpr = W8A8 and SCALE_AT == "sum" and BLOCK_T >= 64
     if W8A8 and NATIVE_E4M3:
         x_ptr = x_ptr.to(tl.pointer_type(tl.float8e4nv))
-    DECODE: tl.constexpr = W8A8 and not NATIVE_E4M3
-    operand: tl.constexpr = tl.float16 if DECODE else x_ptr.dtype.element_ty
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     t = tl.arange(0, BLOCK_T)
     in_t = t < count
@@ -192,60 +248,33 @@ def rows_of_expert(
     if PLANNED and (GATHER or SCATTER or rw_ptr is not None or aside is not None):
         row = tl.load(rows_ptr + position, mask=in_t, other=0)
     source = row // top_k if GATHER else position
-    k = tl.arange(0, BLOCK_K)
     x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
-    xs_rows = xs.ptr + source.to(tl.int64) * xs.stride_t if W8A8 else None
-    acc = tl.zeros((BLOCK_T, BLOCK_N) if TURNED else (BLOCK_N, BLOCK_T), tl.float32)
-    acc_up = acc
-    if AHEAD:
-        tile, tile_up = weight_tiles(
-            w, s, z, order, expert, half, n0, N, 0, K,
-            CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
-        )  # fmt: skip
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_rows + (k0 + k)[:, None], mask=in_t[None, :] & (k0 + k < K)[:, None], other=0.0)
-        if DECODE:
-            x = e4m3_to_fp16(x, False)
-        if not AHEAD:
-            tile, tile_up = weight_tiles(
-                w, s, z, order, expert, half, n0, N, k0, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
-            )  # fmt: skip
-        x_scale = None
-        if W8A8 and SCALE_AT == "sum":
-            x_scale = tl.load(xs_rows + k0 // xs.group_size * xs.stride_g, mask=in_t, other=0.0)
-        acc = add_step(
-            acc, tile, x, x_scale, s, order, expert, half, n0, N, k0, K,
-            SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, TURNED, WHOLE, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        if GATED:
-            acc_up = add_step(
-                acc_up, tile_up, x, x_scale, s, order, expert, half + 1, n0, N, k0, K,
-                SCALES, SCALE_AT, NATIVE_E4M3, RUN, W8A8, TURNED, WHOLE, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        if AHEAD:
-            tile, tile_up = weight_tiles(
-                w, s, z, order, expert, half, n0, N, k0 + BLOCK_K, K,
-                CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, NATIVE_E4M3, RUN, GATED, BLOCK_N, BLOCK_K, operand,
-            )  # fmt: skip
-
-    if TURNED:
-        acc = tl.trans(acc)
-        acc_up = tl.trans(acc_up)
-    whole_scale = tl.load(xs_rows, mask=in_t, other=0.0) if W8A8 and SCALE_AT == "end" else None
+    acc, acc_up = sums(
+        x_rows, in_t, source, xs, w, s, z, order, expert, half, n0, N, K, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS,
+        V1, NATIVE_E4M3, GROUP, RUN, GATED and not APART, W8A8, WHOLE, BLOCK_N, BLOCK_K, BLOCK_T, AHEAD, STAGES,
+    )  # fmt: skip
+    x_scale = None
+    if W8A8 and SCALE_AT == "end":
+        x_scale = tl.load(xs.ptr + source * xs.stride_t, mask=in_t, other=0.0)
     y = finish(
-        acc, whole_scale, s, m_ptr, b_ptr, expert, half, n0, N,
+        acc, x_scale, s, m_ptr, b_ptr, expert, half, n0, N,
         HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
     )  # fmt: skip
     column = n0 + tl.arange(0, BLOCK_N)
     up = y
     if GATED:
+        if APART:
+            acc_up, _ = sums(
+                x_rows, in_t, source, xs, w, s, z, order, expert, half + 1, n0, N, K, CODES, ZEROS, ZERO, SCALES,
+                SCALE_AT, BITS, V1, NATIVE_E4M3, GROUP, RUN, False, W8A8, WHOLE, BLOCK_N, BLOCK_K, BLOCK_T, AHEAD,
+                STAGES,
+            )  # fmt: skip
         up = finish(
-            acc_up, whole_scale, s, m_ptr, b_ptr, expert, half + 1, n0, N,
+            acc_up, x_scale, s, m_ptr, b_ptr, expert, half + 1, n0, N,
             HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
         )  # fmt: skip
     if aside is not None:
-        in_t = set_aside(aside, y, up, position, row, in_t, column, N, HALVES)
+        in_t = set_aside(aside, y, up, first, t, row, in_t, column, N, HALVES)
     if GATED:
         y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
     elif ACTIVATION is not None:
@@ -253,8 +282,11 @@ def rows_of_expert(
     if rw_ptr is not None:
         weight = tl.load(rw_ptr + row, mask=in_t, other=0.0)
         y = (y.to(tl.float32) * weight[None, :]).to(dtype)
-    to = row if SCATTER else position
-    y_rows = y_ptr + to.to(tl.int64) * stride_y + half * N
+    if SCATTER:
+        y_rows = y_ptr + row.to(tl.int64) * stride_y
+    else:  # not by positions, which would take registers all through the sums
+        y_rows = y_ptr + first.to(tl.int64) * stride_y + t.to(tl.int64) * stride_y
+    y_rows += half * N
     tl.store(y_rows[None, :] + column[:, None], y, mask=in_t[None, :] & (column < N)[:, None])
 
 
@@ -265,9 +297,9 @@ def grouped_product(
     slots: tl.tensor, experts: tl.tensor, N: tl.tensor, K: tl.tensor, top_k: tl.tensor, alpha: tl.tensor,
     limit: tl.tensor, stride_x: tl.tensor, stride_y: tl.tensor,
     CODES: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, SCALES: tl.constexpr, SCALE_AT: tl.constexpr,
-    BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, RUN: tl.constexpr,
-    HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
-    SCATTER: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, V1: tl.constexpr, DIVIDE: tl.constexpr, NATIVE_E4M3: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, HALVES: tl.constexpr, ACTIVATION: tl.constexpr, PLANNED: tl.constexpr, GATHER: tl.constexpr,
+    SCATTER: tl.constexpr, W8A8: tl.constexpr, WHOLE: tl.constexpr, APART: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, SMALLEST_T: tl.constexpr, TOGETHER: tl.constexpr,
     AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -289,11 +321,14 @@ def grouped_product(
         CODES, ZEROS: functions of `common.codes` and `common.scales`; ZEROS is None where all zero points are ZERO,
             ZERO is None where codes are numbers. SCALES: kind of scale (`load_scales`) or None.
         SCALE_AT: None; "weight"; "sum", the fp32 sum of a step (which lies in one group); "end", where K is one group.
+        GROUP: inputs of a group, of weights and of activations in 8 bits; 0 where K is one group. It divides inputs in
+            every step, so it is a constant.
         RUN: consecutive inputs that certainly share a group; a power of two that divides BLOCK_K.
         ACTIVATION: None, or what makes h from gate and up (relu2: from up) in the same program. y1 is rounded
             before it, so that the bits are those of two launches.
         W8A8: x and weights are E4M3, of a machine that multiplies them (NATIVE_E4M3), else read as fp16.
         WHOLE: one weight scale for all BLOCK_N outputs and a step (W8A8).
+        APART: gate and up are summed one after the other, in two passes over K; the same bits with fewer registers.
         SMALLEST_T: programs with fewer rows make tiles of half or a quarter of BLOCK_T, down to this.
         AHEAD: weights are unpacked one step ahead, and so while the product of this step is made; False where they
             enter it as they lie in memory. It also makes Triton give them to the product through shared memory: as
@@ -309,8 +344,12 @@ def grouped_product(
     size = tl.minimum(slots - bundle * TOGETHER, TOGETHER)
     slot = bundle * TOGETHER + inside % size
     place = inside // size
-    half = (place // tiles_of_half).to(tl.int64)  # 0 for GATED, which makes both
-    n0 = (place % tiles_of_half) * BLOCK_N
+    if GATED or HALVES == 1:  # known to the compiler, 0 takes no registers
+        half = tl.full((), 0, tl.int64)
+        n0 = place * BLOCK_N
+    else:
+        half = (place // tiles_of_half).to(tl.int64)
+        n0 = (place % tiles_of_half) * BLOCK_N
     if PLANNED:
         expert = tl.load(work_ptr + slot * 4).to(tl.int64)
         if expert < 0:
@@ -330,20 +369,20 @@ def grouped_product(
             rows_of_expert(
                 x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
                 N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
-                NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
-                BLOCK_T // 4, AHEAD, STAGES,
+                NATIVE_E4M3, GROUP, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, APART, BLOCK_N,
+                BLOCK_K, BLOCK_T // 4, AHEAD, STAGES,
             )  # fmt: skip
         else:
             rows_of_expert(
                 x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
                 N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
-                NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
-                BLOCK_T // 2, AHEAD, STAGES,
+                NATIVE_E4M3, GROUP, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, APART, BLOCK_N,
+                BLOCK_K, BLOCK_T // 2, AHEAD, STAGES,
             )  # fmt: skip
     else:
         rows_of_expert(
             x_ptr, xs, y_ptr, aside, w, s, z, order, m_ptr, b_ptr, rows_ptr, rw_ptr, expert, half, n0, first, count,
             N, K, top_k, alpha, limit, stride_x, stride_y, CODES, ZEROS, ZERO, SCALES, SCALE_AT, BITS, V1, DIVIDE,
-            NATIVE_E4M3, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, BLOCK_N, BLOCK_K,
-            BLOCK_T, AHEAD, STAGES,
+            NATIVE_E4M3, GROUP, RUN, HALVES, ACTIVATION, PLANNED, GATHER, SCATTER, W8A8, WHOLE, APART, BLOCK_N,
+            BLOCK_K, BLOCK_T, AHEAD, STAGES,
         )  # fmt: skip
