@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from nvfp4_cases import awkward_rows, code_edges, rows_of_scales, rows_with_scale
 from torch import Tensor
 
 from compiling import ALL_ARCHS, check_fits, compile_kernel
+from fanfold.export.machine_code import disassembly
 from fanfold.formats import nvfp4
 from fanfold.kernels.nvfp4 import pack, reference, weights
 from fanfold.spec import WeightFormat
@@ -139,3 +142,26 @@ def test_it_compiles(arch: str) -> None:
             (types if kept else constants)[name] = given if kept else 1 if name == "rows" else None
         case = f"{levels} levels{', by id' if ids else ''}{', transposed' if transposed else ''}, {kind}"
         check_fits(compile_kernel(pack.pack_groups, types, constants, arch, 4, case), arch)
+
+
+def test_numbers_become_e4m3_one_at_a_time() -> None:
+    """Of two in one instruction ptxas 12.8 read the second byte early: half of all codes were wrong on an H200."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = dict.fromkeys(("T", "groups", "stride_x"), "i32")
+    types |= {"x_ptr": "*i32", "gs_ptr": "*fp32", "q_ptr": "*u8", "s_ptr": "*u8"}
+    constants: dict[str, object] = {"KIND": "bfloat16", "TO_EVEN": True, "DIVIDE": False, "TRANSPOSED": False}
+    constants |= {"NATIVE": True, "BLOCK_R": 1, "BLOCK_G": 128, "DOWN": 1, "ACROSS": 1, "rows": 1, "ids_ptr": None}
+    names = pack.pack_groups.arg_names
+    source = ASTSource(
+        fn=pack.pack_groups,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] == "*"},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
+    found = re.findall(r"F2FP\S*E4M3\S* R\d+, (\S+), \S+, (\S+) ;", disassembly(kernel.asm["cubin"]))
+    assert len(found) >= 2
+    assert set(found) == {("RZ", "RZ")}

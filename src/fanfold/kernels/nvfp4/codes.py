@@ -12,13 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fanfold.kernels.common.floats import e4m3_to_fp16, fp32_to_e4m3
+from fanfold.kernels.common.floats import fp32_to_e4m3
 
 
 @triton.jit
 def scale_of(code):
-    """E4M3 bytes of sizes -> fp32, NaN included."""
-    return tl.where(code == 0x7F, float("nan"), e4m3_to_fp16(code, False).to(tl.float32))
+    """E4M3 bytes of sizes -> fp32, NaN included.
+
+    Their exponents have a bias of 7 instead of 127.
+    """
+    bits = code.to(tl.int32) & 0x7F
+    size = (bits << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(bits == 0x7F, float("nan"), size)
 
 
 @triton.jit
