@@ -74,6 +74,7 @@ def test_one_rank_has_the_bits_of_the_layer(name: str, options: dict[str, Any], 
         assert same_bits(spread(x, ids, scores), whole(x, ids, scores))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_compiled_in_one_graph(one_rank: str) -> None:
     spread = ExpertParallel(module("nvfp4", tuple(range(E)), one_rank))
     x, ids, scores, _ = batch(13, one_rank)
