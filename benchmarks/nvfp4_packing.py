@@ -189,7 +189,7 @@ def timed(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Times:
         SystemExit: a replay gives other bits than the eager calls.
     """
     if device.type == "cpu":
-        return call_times(calls)
+        return call_times([calls])[0]
     replays = Replays(calls)
     if replays.wrong:
         raise SystemExit(f"{replays.wrong} of {len(calls)} calls give other bits in a replay: no figures")

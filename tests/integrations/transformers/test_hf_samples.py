@@ -136,6 +136,9 @@ def test_packed_attention_is_dequantised_to_the_compute_dtype(name: str, dtype: 
 
 
 # By what runs; of W4A4 as compressed-tensors rounds the activations of the experts (docs/measured.md).
+NEAR = {"plain": 0.005, "nvfp4": 0.01}
+"""By activations. Rounded to 4 bits, they fall on other codes where a product ends in another bit: 12.647 with AVX-512,
+12.651 with AVX2, of the same machine."""
 PERPLEXITIES = {
     ("base", "plain"): 11.987,
     ("gptq-int4", "plain"): 12.416,
@@ -158,7 +161,7 @@ def test_perplexity(name: str, activations: str) -> None:
         predicted = logits(model, batch)[:, :-1]
         total += float(cross_entropy(predicted.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
     perplexity = float(torch.tensor(total / (48 * 255)).exp())
-    assert abs(perplexity - PERPLEXITIES[name, activations]) <= 0.005
+    assert abs(perplexity - PERPLEXITIES[name, activations]) <= NEAR[activations]
 
 
 def test_the_generation_config_is_the_checkpoints(tmp_path: Path) -> None:
