@@ -7,10 +7,10 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from fanfold.errors import ArgumentError, ConfigError
 
@@ -21,6 +21,18 @@ HEADER = {"kernel": str, "gpu": str, "arch": str, "dtype": str, "measured": str,
 SIZES = ("experts", "top_k", "hidden", "intermediate", "tokens")
 REACH = 4
 """A row serves as many times more tokens, or fewer."""
+
+
+class _Config(Protocol):
+    """A dataclass of tile sizes."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def block_t(self) -> int: ...
+
+
+Config = TypeVar("Config", bound=_Config)
 
 
 @dataclass(frozen=True)
@@ -118,9 +130,29 @@ def wrong(path: Path, what: str, found: str, expected: str) -> ConfigError:
     )
 
 
-def of_config(path: Path, where: str, error: ArgumentError) -> ConfigError:
-    """What to raise for a config that no kernel has."""
-    return wrong(path, f"{where}: {error.what}", error.found, error.expected)
+def configs(kind: type[Config], path: Path, where: str, row: Mapping[str, Any]) -> tuple[Config, Config]:
+    """The configs `gate_up` and `down` of a row, which share one work list.
+
+    Args:
+        kind: their dataclass, of numbers but for `scale_on_sum`.
+        path, where: the table and the row, for errors.
+        row: of the table.
+
+    Raises:
+        ConfigError: one that no kernel has, or unlike tiles of rows.
+    """
+    kinds = {field.name: bool if field.name == "scale_on_sum" else int for field in fields(kind)}
+
+    def one(name: str) -> Config:
+        try:
+            return kind(**record(path, f"{where}.{name}", row[name], kinds))
+        except ArgumentError as error:
+            raise wrong(path, f"{where}.{name}: {error.what}", error.found, error.expected) from error
+
+    gate_up, down = one("gate_up"), one("down")
+    if gate_up.block_t != down.block_t:
+        raise wrong(path, f"{where}.down.block_t", str(down.block_t), f"{gate_up.block_t}, that of gate_up")
+    return gate_up, down
 
 
 @cache

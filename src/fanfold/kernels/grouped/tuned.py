@@ -6,14 +6,13 @@ The package has no such table: `configs` holds what it knows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fanfold.errors import ArgumentError
 from fanfold.kernels.common import tables
 from fanfold.kernels.grouped.configs import config_for, pinned_config
 from fanfold.spec.launch import LaunchConfig
@@ -136,17 +135,7 @@ def _row(header: tables.Header, where: str, row: object) -> TunedGrouped:
     kinds: dict[str, type] = {"format": str, **dict.fromkeys(tables.SIZES, int)}
     found = tables.record(path, where, row, {**kinds, "gate_up": dict, "down": dict, "us": dict})
     us = tables.record(path, f"{where}.us", found["us"], {"layer": float, "floor": float})
-    gate_up, down = (_config(path, f"{where}.{name}", found[name]) for name in ("gate_up", "down"))
-    if gate_up.block_t != down.block_t:
-        raise tables.wrong(path, f"{where}.down.block_t", str(down.block_t), f"{gate_up.block_t}, that of gate_up")
+    gate_up, down = tables.configs(LaunchConfig, path, where, found)
     tables.check_sizes(path, where, found)
     made: Mapping[str, Any] = {**found, "us": us, "gate_up": gate_up, "down": down}
     return TunedGrouped(header, **made)
-
-
-def _config(path: Path, where: str, row: object) -> LaunchConfig:
-    kinds = {field.name: bool if field.name == "scale_on_sum" else int for field in fields(LaunchConfig)}
-    try:
-        return LaunchConfig(**tables.record(path, where, row, kinds))
-    except ArgumentError as error:
-        raise tables.of_config(path, where, error) from error

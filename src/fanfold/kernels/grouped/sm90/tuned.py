@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fanfold.errors import ArgumentError
 from fanfold.kernels.common import tables
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 
@@ -80,19 +79,9 @@ def _layer(header: tables.Header, where: str, row: object) -> TunedLayer:
     kinds = {"format": str, **sizes, "chained": bool, **configs, "us": dict, "run": int}
     found = tables.record(path, where, row, kinds)
     us = tables.record(path, f"{where}.us", found["us"], dict.fromkeys(TIMES, float), STEPS)
-    gate_up, down = (_config(path, f"{where}.{name}", found[name]) for name in configs)
-    if gate_up.block_t != down.block_t:
-        raise tables.wrong(path, f"{where}.down.block_t", str(down.block_t), f"{gate_up.block_t}, that of gate_up")
+    gate_up, down = tables.configs(Sm90Config, path, where, found)
     if found["format"] not in FAMILIES:
         raise tables.wrong(path, f"{where}.format", repr(found["format"]), f"one of {FAMILIES}")
     tables.check_sizes(path, where, found)
     made: dict[str, Any] = {**found, "us": us, "gate_up": gate_up, "down": down}
     return TunedLayer(header, **made)
-
-
-def _config(path: Path, where: str, row: object) -> Sm90Config:
-    kinds = {field.name: bool if field.name == "scale_on_sum" else int for field in fields(Sm90Config)}
-    try:
-        return Sm90Config(**tables.record(path, where, row, kinds))
-    except ArgumentError as error:
-        raise tables.of_config(path, where, error) from error
