@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fanfold.errors import (
     UnknownAdapterError,
 )
 from fanfold.lora import AdapterPool, Rows
+from fanfold.lora import prepare as lora_prepare
 from fanfold.spec import ExpertShape
 
 SHAPE = ExpertShape(3, 6, 4)
@@ -454,3 +456,48 @@ def test_a_thousand_adapters_on_disk_through_64_slots(model: Model, adapter: Cal
     assert stats["evictions"] > 1000 - 64 + 400
     assert stats["bytes"] == 64 * 4 * 8 * (6 + 4)  # fp32, rank 2 kept as 8
     assert model.adapter_sites[EXPERTS].held.keys() == set(range(64))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_collection_starts_while_an_adapter_is_read(
+    enabled: bool, model: Model, adapter: Callable[..., Path]
+) -> None:
+    """With a threshold of one object any would, and the collector is afterwards as it was, also where a load fails."""
+    pool = AdapterPool(model)
+    good, bad = adapter("good"), adapter("bad", seed=1)
+    (bad / "adapter_model.safetensors").write_bytes(b"no file")
+    inside: list[bool] = []
+    reading: list[bool] = []
+    found, threshold = gc.isenabled(), gc.get_threshold()
+
+    def started(phase: str, _info: dict[str, int]) -> None:
+        inside.append(phase == "start" and bool(reading))
+
+    real = lora_prepare.opened_adapter
+
+    @contextlib.contextmanager
+    def opened(path: str | Path) -> Iterator[Any]:
+        reading.append(True)
+        try:
+            with real(path) as both:
+                yield both
+        finally:
+            reading.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_prepare, "opened_adapter", opened)
+        try:
+            gc.set_threshold(1)
+            (gc.enable if enabled else gc.disable)()
+            gc.callbacks.append(started)
+            pool.load("good", good)
+            assert gc.isenabled() == enabled
+            with pytest.raises(FanfoldError):
+                pool.load("bad", bad)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.callbacks.remove(started)
+            gc.set_threshold(*threshold)
+            (gc.enable if found else gc.disable)()
+    assert not any(inside)
+    assert pool.names() == ["good"]

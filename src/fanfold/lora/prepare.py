@@ -16,6 +16,7 @@ from fanfold.lora.bind import bind
 from fanfold.lora.convert import convert, stored_bytes
 from fanfold.lora.description import pairs_of
 from fanfold.lora.files import AdapterFile
+from fanfold.lora.garbage import collector_paused
 from fanfold.lora.site import ExpertSite, Pairs, PartialSite, Site
 from fanfold.lora.streams import loading_on, used_by_current_stream
 from fanfold.spec import LoraPair
@@ -37,7 +38,7 @@ def prepare(path: str | Path, sites: Mapping[str, Site], max_rank: int) -> dict[
     listed = list(sites.values())
     single_layer = len(listed) == 1 and isinstance(listed[0], ExpertSite)
     try:
-        with opened_adapter(path) as (adapter, file):
+        with collector_paused(), opened_adapter(path) as (adapter, file):
             bound = bind(adapter, sites, partial=single_layer)
             for at, pairs in bound.items():
                 _check_ranks(at, pairs, max_rank)
