@@ -11,7 +11,7 @@ from ranks import Ranks
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from fanfold.distributed import ExpertPlan
-from fanfold.errors import UnsupportedError
+from fanfold.errors import ArgumentError, UnavailableError, UnsupportedError
 from fanfold.integrations.transformers.interface import plain_model, register
 from fanfold.integrations.transformers.model import load_model
 from fanfold.integrations.transformers.parallel import plan_of
@@ -52,3 +52,11 @@ def test_what_is_not_done_is_refused_by_name(fields: dict[str, Any], found: str)
     with pytest.raises(UnsupportedError) as caught:
         load_model(sample("ct_qwen3moe_nvfp4"), parallel=DistributedConfig(**fields))
     assert caught.value.found == found
+
+
+def test_other_plans_and_releases_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="parallel: found int; expected a fanfold"):
+        load_model(sample("ct_qwen3moe_nvfp4"), parallel=2)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("fanfold.integrations.transformers.model.find_spec", lambda _: None)
+    with pytest.raises(UnavailableError, match="without expert parallelism"):
+        load_model(sample("ct_qwen3moe_nvfp4"), parallel=DistributedConfig(tp_size=1, tp_plan={}, ep_size=1))

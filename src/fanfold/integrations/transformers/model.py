@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fanfold.distributed.loading import loading, spread_layer
 from fanfold.distributed.plan import ExpertPlan
-from fanfold.errors import ConfigError, FanfoldError, TensorError
+from fanfold.errors import ConfigError, FanfoldError, TensorError, UnavailableError
 from fanfold.formats.checkpoint import Checkpoint
 from fanfold.formats.matrix import BESIDE
 from fanfold.formats.names import expert_name
@@ -111,16 +112,13 @@ def load_model(
     Raises:
         MissingFileError, CorruptFileError, ConfigError, TensorError, UnsupportedError: each names the file or tensor.
         MissingExpertsError: experts of the model are not in the checkpoint.
-        ArgumentError: a device, dtype or implementation that does not exist.
-        UnavailableError: the device is not there, or no implementation runs on it.
+        ArgumentError: a device, dtype or implementation that does not exist; `parallel` is no plan.
+        UnavailableError: the device is not there, no implementation runs on it, or transformers is too old for
+            `parallel`.
         DeviceMemoryError: it has no room for the weights.
         RankError: another rank failed, is gone, or reads another checkpoint.
     """
-    plan = parallel
-    if parallel is not None and not isinstance(parallel, ExpertPlan):
-        from fanfold.integrations.transformers.parallel import plan_of
-
-        plan = plan_of(parallel)
+    plan = _plan_of(parallel)
     with nullcontext() if plan is None else loading(path, plan):
         target = checked_device(device, implementation)
         check_name(activation_format)
@@ -270,3 +268,19 @@ def _generation_config(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
             expected=f"a generation config that transformers {transformers.__version__} reads",
             next_step="Correct the file, or remove it to generate with the defaults.",
         ) from error
+
+
+def _plan_of(parallel: object) -> ExpertPlan | None:
+    """A plan as it is, or what transformers' DistributedConfig says."""
+    if parallel is None or isinstance(parallel, ExpertPlan):
+        return parallel
+    if find_spec("transformers.distributed.expert_parallel") is None:
+        raise UnavailableError(
+            "load_model: parallel",
+            found=f"{type(parallel).__name__}, and a transformers without expert parallelism",
+            expected="a fanfold.distributed.ExpertPlan",
+            next_step="Pass ExpertPlan(), which needs no other transformers; DistributedConfig takes release 5.24.",
+        )
+    from fanfold.integrations.transformers.parallel import plan_of
+
+    return plan_of(parallel)

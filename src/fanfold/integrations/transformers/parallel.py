@@ -15,7 +15,7 @@ from fanfold.distributed.peers import peers_of
 from fanfold.distributed.placement import Placement
 from fanfold.distributed.places import Places
 from fanfold.distributed.plan import ExpertPlan
-from fanfold.errors import UnsupportedError
+from fanfold.errors import ArgumentError, UnsupportedError
 
 NAME = "fanfold"
 EXACT = {"auto": True, NAME: True, "all_reduce": False}
@@ -27,12 +27,20 @@ def register_parallel() -> None:
     EPImplementationInterface.register(NAME, FanfoldEP)
 
 
-def plan_of(config: DistributedConfig) -> ExpertPlan:
+def plan_of(config: object) -> ExpertPlan:
     """What a DistributedConfig says of a checkpoint that fanfold loads: experts over all ranks, all else on each.
 
     Raises:
+        ArgumentError: it is none.
         UnsupportedError: it asks for more, such as tensor-parallel attention.
     """
+    if not isinstance(config, DistributedConfig):
+        raise ArgumentError(
+            "fanfold.load_model: parallel",
+            found=type(config).__name__,
+            expected="a fanfold.distributed.ExpertPlan or a transformers DistributedConfig",
+            next_step="Pass ExpertPlan() to spread the experts over all ranks.",
+        )
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     wanted: dict[str, object] = {
         "tp_size": ranks,
