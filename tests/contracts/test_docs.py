@@ -72,6 +72,21 @@ def test_every_operation_is_on_a_page_of_kernels() -> None:
     assert sorted(found) == sorted(name for name in OPS if not name.endswith(".host"))
 
 
+def test_files_that_pages_name_exist() -> None:
+    pages = [
+        *DOCS.rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+        *ROOT.glob("benchmarks/**/*.md"),
+    ]
+    named = {
+        (page.name, path)
+        for page in pages
+        for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+)`", page.read_text())
+    }
+    assert len(named) > 30
+    assert [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_every_page_is_in_the_nav_once() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert sorted(entries(nav)) == sorted(relative(path) for path in PAGES)
