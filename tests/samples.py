@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,17 @@ def reference(name: str) -> dict[str, Tensor]:
     """reference.pt of a sample; for those of the example it lies in tests/golden/tiny-moe."""
     folder = GOLDEN / name if (GOLDEN / name).exists() else GOLDEN / "tiny-moe" / name
     return torch.load(folder / "reference.pt", weights_only=True)
+
+
+def on(weights: ExpertWeights, place: str) -> ExpertWeights:
+    """The same experts on a device."""
+
+    def moved(projection: ProjectionWeights) -> ProjectionWeights:
+        tensors = {name: tensor.to(place) for name, tensor in projection.tensors.items()}
+        bias = None if projection.bias is None else projection.bias.to(place)
+        return replace(projection, tensors=tensors, bias=bias)
+
+    return ExpertWeights(moved(weights.gate_up), moved(weights.down))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from fanfold.layers.reference import layer
 from fanfold.spec import Activation, ExpertWeights
 from fanfold.spec.weights import ProjectionWeights
 from graphs import check_replays
-from samples import SILU, numbers, random_experts, random_routing, relative_error, sample
+from samples import SILU, numbers, on, random_experts, random_routing, relative_error, sample
 
 E, H, INNER, T, K = 6, 64, 32, 9, 2
 NAMES = [
@@ -72,17 +71,6 @@ def with_biases() -> ExpertWeights:
         ProjectionWeights(up.format, INNER, H, up.tensors, numbers(E, 2, INNER, seed=1).bfloat16()),
         ProjectionWeights(down.format, H, INNER, down.tensors, numbers(E, 1, H, seed=2).bfloat16()),
     )
-
-
-def on(weights: ExpertWeights, place: str) -> ExpertWeights:
-    """The same experts on a device."""
-
-    def moved(projection: ProjectionWeights) -> ProjectionWeights:
-        tensors = {name: tensor.to(place) for name, tensor in projection.tensors.items()}
-        bias = None if projection.bias is None else projection.bias.to(place)
-        return replace(projection, tensors=tensors, bias=bias)
-
-    return ExpertWeights(moved(weights.gate_up), moved(weights.down))
 
 
 def arguments(name: str, place: str = "cpu") -> list[tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from fanfold.export.export import export
 from fanfold.export.plan import plan
 from fanfold.lora.convert import convert
 from fanfold.spec import Activation
+from samples import on
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "c_host"))
@@ -143,7 +144,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def own_results(weights: Any, pairs: make_layer.Pairs, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     """Of fanfold's layer with the same kernels."""
-    experts = Experts(weights, Activation("silu"), dtype=torch.bfloat16, implementation="grouped").cuda()
+    experts = Experts(on(weights, "cuda"), Activation("silu"), dtype=torch.bfloat16, implementation="grouped")
     experts.reserve(make_layer.SLOTS, make_layer.MAX_RANK)
     stored = {slot: convert(of_slot, experts) for slot, of_slot in pairs.items()}  # tables hold addresses
     for slot, of_slot in stored.items():

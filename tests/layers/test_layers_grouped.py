@@ -13,9 +13,9 @@ from torch import Tensor
 from fanfold.layers.reference import LayerPairs, layer
 from fanfold.lora.convert import convert
 from fanfold.lora.site import Site
-from fanfold.spec import Activation, ExpertWeights, ProjectionWeights
+from fanfold.spec import Activation, ExpertWeights
 from graphs import check_replays, dirty_memory, same_bits
-from samples import SILU, numbers, random_experts, random_pairs, random_routing, relative_error
+from samples import SILU, numbers, on, random_experts, random_pairs, random_routing, relative_error
 
 E, H, INNER, K, SLOTS = 4, 64, 32, 2, 3
 
@@ -29,21 +29,13 @@ class Place:
     device: torch.device
 
 
-def moved(weights: ExpertWeights, device: str) -> ExpertWeights:
-    def one(projection: ProjectionWeights) -> ProjectionWeights:
-        tensors = {name: tensor.to(device) for name, tensor in projection.tensors.items()}
-        return ProjectionWeights(projection.format, projection.n, projection.k, tensors)
-
-    return ExpertWeights(one(weights.gate_up), one(weights.down))
-
-
 def layer_of(name: str, device: str, activation: Activation, **options: Any) -> tuple[Any, ExpertWeights]:
     """The layer, and its weights on the CPU."""
     from fanfold.layers.implementations.grouped import Grouped
 
     weights = random_experts(name, E, H, INNER, gated=activation.gated)
     return Grouped.prepared(
-        moved(weights, device), activation, **{"batch_invariant": False, "activation_format": "plain", **options}
+        on(weights, device), activation, **{"batch_invariant": False, "activation_format": "plain", **options}
     ), weights
 
 

@@ -104,17 +104,20 @@ def test_a28_captured_steps_follow_lists_and_adapters() -> None:
 
 def test_memory_of_the_pool_is_that_of_its_pairs() -> None:
     """Resident bytes grow by the padded pairs and little more, and shrink again when an adapter goes."""
+
+    def asked_for() -> int:  # what is allocated depends on free blocks that others left: they are not always split
+        torch.cuda.synchronize()
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
     model = fanfold.load_model(sample("gptq-int4"), device="cuda")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = asked_for()
     for adapter, folder in ADAPTERS.items():
         model.adapters.load(adapter, sample(folder))
     pairs = model.adapters.stats()["bytes"]
-    grown = torch.cuda.memory_allocated() - before
-    assert pairs <= grown <= 1.06 * pairs + 512 * len(ADAPTERS) * len(model.adapter_sites)  # allocations of 512 bytes
+    assert pairs <= asked_for() - before <= 1.06 * pairs
     for adapter in ADAPTERS:
         model.adapters.unload(adapter)
-    assert torch.cuda.memory_allocated() == before
+    assert asked_for() == before
 
 
 def test_ids_that_are_no_slots_are_counted() -> None:
