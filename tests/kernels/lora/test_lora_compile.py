@@ -98,7 +98,7 @@ def of_layers(arch: int) -> Iterator[tuple[str, Launch]]:
         chained = arch >= 90 and not down and isinstance(source, AdapterWork)
         for launch in fold(source, down, rank, arch, chained=chained).values():
             yield f"{'down' if down else 'gate_up'}, rank {rank}, {name}{', chained' if chained else ''}", launch
-    for tokens, slots in ((128, 4), (16384, 4), (16384, 300)):
+    for tokens, slots in ((128, 4), (2048, 4), (16384, 4), (16384, 300)):
         yield f"order, {tokens} tokens, {slots} slots", order(tokens, slots, arch)
 
 
@@ -127,7 +127,7 @@ def compiled(case: str, launch: Launch, arch: str) -> Resources:
 @ALL_ARCHS
 def test_what_layers_launch(arch: str) -> None:
     found = [compiled(case, launch, arch) for case, launch in of_layers(int(arch.removeprefix("sm_")))]
-    assert len(found) == (4 if arch == "sm_90" else 2) * 2 * (1 + 1 + 2) + 3
+    assert len(found) == (4 if arch == "sm_90" else 2) * 2 * (1 + 1 + 2) + 4
     for resources in found:
         check_fits(resources, arch)
         if arch == "sm_90":

@@ -122,6 +122,9 @@ def order_kernel(
         bins = tl.where(inside, base_last(slot, slots), slots + 1)
         counts = tl.histogram(bins, BLOCK_S, mask=inside)
         if ((first - begin) // CHUNK) % programs == c:
+            if unknown_ptr is not None:  # a token is counted once, at its first row
+                unknown = tl.sum((inside & (slot >= slots) & (row % top_k == 0)).to(tl.int32), 0)
+                tl.atomic_add(unknown_ptr, unknown, mask=unknown > 0)
             if e < E:
                 # A sorted chunk lies in runs of one slot, and a run moves as a whole.
                 keys = tl.sort(bins * CHUNK + index)
@@ -131,9 +134,6 @@ def order_kernel(
                 known = position < end
                 tl.store(positions_ptr + place, position, mask=known)
                 tl.store(rows_ptr + place, tl.load(sorted_ptr + position, mask=known, other=0), mask=known)
-            if unknown_ptr is not None:  # a token is counted once, at its first row
-                unknown = tl.sum((inside & (slot >= slots) & (row % top_k == 0)).to(tl.int32), 0)
-                tl.atomic_add(unknown_ptr, unknown, mask=unknown > 0)
         starts += counts
     wait_for_the_kernel_before(CHAINED)
 
