@@ -46,6 +46,7 @@ def patch_interpreter() -> None:
     skip_idle_checks()
     keep_types()
     round_fma_once()
+    pass_over_nan()
 
 
 def patch_the_language_once() -> None:
@@ -121,6 +122,15 @@ def round_fma_once() -> None:
         return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
 
     builder.create_fma = create_fma
+
+
+def pass_over_nan() -> None:
+    """Lets tl.maximum and tl.minimum, unless told otherwise, give the number where one operand is NaN, as GPUs do."""
+    from triton.runtime import interpreter
+
+    builder = type(interpreter.interpreter_builder)
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 def read_loop_bounds() -> None:

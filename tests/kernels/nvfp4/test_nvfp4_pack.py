@@ -128,7 +128,7 @@ def test_it_compiles(arch: str) -> None:
         *((2, True, False, "bfloat16"), (2, False, False, "bfloat16"), (2, False, True, "bfloat16")),
     )
     for levels, ids, transposed, kind in cases:
-        types = {"x_ptr": "*i64" if kind == "float32" else "*i32", "q_ptr": "*u8", "s_ptr": "*u8"}
+        types = {"x_ptr": "*i64" if kind == "float32" else "*i32", "q_ptr": "*i32", "s_ptr": "*u8"}
         types |= dict.fromkeys(("T", "groups", "stride_x"), "i32")
         rows, groups = pack.TILE if transposed else (1, 256)
         constants: dict[str, object] = {"KIND": kind, "TO_EVEN": levels == 2, "DIVIDE": transposed}
@@ -151,7 +151,7 @@ def test_numbers_become_e4m3_one_at_a_time() -> None:
     from triton.compiler import ASTSource
 
     types = dict.fromkeys(("T", "groups", "stride_x"), "i32")
-    types |= {"x_ptr": "*i32", "gs_ptr": "*fp32", "q_ptr": "*u8", "s_ptr": "*u8"}
+    types |= {"x_ptr": "*i32", "gs_ptr": "*fp32", "q_ptr": "*i32", "s_ptr": "*u8"}
     constants: dict[str, object] = {"KIND": "bfloat16", "TO_EVEN": True, "DIVIDE": False, "TRANSPOSED": False}
     constants |= {"NATIVE": True, "BLOCK_R": 1, "BLOCK_G": 128, "DOWN": 1, "ACROSS": 1, "rows": 1, "ids_ptr": None}
     names = pack.pack_groups.arg_names

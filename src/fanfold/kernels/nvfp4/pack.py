@@ -11,7 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fanfold.kernels.common.device import NATIVE_E4M3, arch_of
-from fanfold.kernels.nvfp4.codes import codes_by_inverse, codes_of, group_scale, group_scale_by_inverse
+from fanfold.kernels.nvfp4.codes import (
+    codes_by_inverse,
+    codes_of,
+    codes_of_short,
+    group_scale,
+    group_scale_by_inverse,
+)
 from fanfold.kernels.nvfp4.reference import GROUP, Ties
 
 GROUPS_A_WARP = 64
@@ -67,7 +73,8 @@ def pack_rows(
     down, across = -(-height // block_r), -(-groups // block_g)
     with torch.cuda.device_of(x):
         pack_groups[(matrices * down * across,)](
-            words, global_scales, token_ids, packed, scales.view(torch.uint8), x.shape[0], height, groups, stride,
+            words, global_scales, token_ids, packed.view(torch.int32), scales.view(torch.uint8),
+            x.shape[0], height, groups, stride,
             KIND=str(x.dtype).removeprefix("torch."),
             TO_EVEN=(ties or ("zero" if global_scales is None else "even")) == "even",
             DIVIDE=divide, TRANSPOSED=transposed, NATIVE=native,
@@ -91,47 +98,66 @@ def _width(groups: int) -> int:
 
 
 @triton.jit
-def halves(words, KIND: tl.constexpr):
-    """Both numbers of each word, as bits of fp32."""
+def sizes_of(words, KIND: tl.constexpr):
+    """Sizes of both numbers of each word, as bits of fp32."""
     if KIND == "bfloat16":
-        return words << 16, words & -65536
+        sizes = words & 0x7FFF7FFF
+        return sizes << 16, sizes & -65536
     elif KIND == "float16":
-        low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        sizes = words & 0x7FFF7FFF
+        low = sizes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (sizes >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     else:
-        return words.to(tl.int32), (words >> 32).to(tl.int32)
+        return words.to(tl.int32) & 0x7FFFFFFF, (words >> 32).to(tl.int32) & 0x7FFFFFFF
 
 
 @triton.jit
-def bytes_of(low, high, signs, step, TO_EVEN: tl.constexpr, BY_INVERSE: tl.constexpr):
-    """Bytes of two codes with their signs; numbers as bits of fp32."""
-    a = low & 0x7FFFFFFF
-    b = high & 0x7FFFFFFF
-    if BY_INVERSE:
-        code = codes_by_inverse(a, step, TO_EVEN) + codes_by_inverse(b, step, TO_EVEN) * 16
-    else:
-        code = codes_of(a, step, TO_EVEN) + codes_of(b, step, TO_EVEN) * 16
-    return (code + signs).to(tl.uint8)
+def signs_of(words, KIND: tl.constexpr, NATIVE: tl.constexpr):
+    """Words [G, 4] of two numbers -> [G], their signs: bit 3 of each of eight half bytes, in their order.
 
-
-@triton.jit
-def signs_of(words, kept, KIND: tl.constexpr):
-    """Sign bits of both numbers of each word, in bits 3 and 7 of its low byte; the others mean nothing.
-
-    kept: 0 where there shall be none, else -1.
+    NATIVE: by an instruction that picks bytes, or their signs: 6 instead of 14 for 16-bit numbers.
     """
-    if KIND == "float32":
-        return ((words >> 28).to(tl.int32) & 8 | (words >> 56).to(tl.int32) & 0x80) & kept
+    if NATIVE and KIND != "float32":
+        even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+        first, second = tl.split(picked(even, odd, "0x7351"))  # numbers 0, 2, 1, 3; and 4, 6, 5, 7
+        low = picked(first, second, "0xDC98") & 0x08080808
+        return low | picked(first, second, "0xFEBA") & -2139062144  # 0x80808080
     else:
-        bits = (words & (kept & -2147450880)).to(tl.uint32, bitcast=True)  # 0x80008000
-        return tl.umulhi(bits, tl.full(bits.shape, 0x100100, tl.uint32)).to(tl.int32, bitcast=True)
+        if KIND == "float32":
+            signs = (words >> 28).to(tl.int32) & 8 | (words >> 56).to(tl.int32) & 0x80
+        else:
+            signs = (words >> 12) & 8 | (words >> 24) & 0x80
+        return tl.sum(signs << (tl.arange(0, 4) * 8)[None, :], axis=1)
 
 
 @triton.jit
-def largest(low, high):
-    """The largest size of each row, as bits of fp32."""
-    return tl.max(tl.maximum(low & 0x7FFFFFFF, high & 0x7FFFFFFF), axis=1)
+def picked(a, b, BYTES: tl.constexpr):
+    """Of the eight bytes of b and a those of these numbers; 8 more: the byte's sign in all its bits."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, " + BYTES + ";", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def word_of(
+    low, high, signs, step, TO_EVEN: tl.constexpr, BY_INVERSE: tl.constexpr, KIND: tl.constexpr, SHORT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Words of eight codes with their signs, [G]; sizes of numbers as bits of fp32 [G, 4].
+
+    The bits of 2^23, and 16 times those of the other base, have a sum of 2^32: nothing of them is left.
+    """
+    if not BY_INVERSE:
+        a = codes_of(low, step, TO_EVEN, 8388608.0)
+        b = codes_of(high, step, TO_EVEN, 13631488.0)
+    elif SHORT:
+        a = codes_of_short(low, step, 8388608.0, NATIVE)
+        b = codes_of_short(high, step, 13631488.0, NATIVE)
+    else:
+        a = codes_by_inverse(low, step, TO_EVEN, KIND != "float32", 8388608.0, NATIVE)
+        b = codes_by_inverse(high, step, TO_EVEN, KIND != "float32", 13631488.0, NATIVE)
+    return tl.sum((a + b * 16) << (tl.arange(0, 4) * 8)[None, :], axis=1) | signs
 
 
 @triton.jit
@@ -140,19 +166,19 @@ def pack_tile(
     NATIVE: tl.constexpr, BY_INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Stores codes and scales of groups; x, y: words [G, 4] of their first and second eight numbers."""
-    x0, x1 = halves(x, KIND)
-    y0, y1 = halves(y, KIND)
-    amax = tl.maximum(largest(x0, x1), largest(y0, y1)).to(tl.float32, bitcast=True)
+    x0, x1 = sizes_of(x, KIND)
+    y0, y1 = sizes_of(y, KIND)
+    amax = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(y0, y1)), axis=1).to(tl.float32, bitcast=True)
     if BY_INVERSE:
         code, step = group_scale_by_inverse(amax, gs, DIVIDE, NATIVE)
     else:
         code, step = group_scale(amax, tl.full(amax.shape, 1.0, tl.float32) * gs, DIVIDE, NATIVE)
     tl.store(to_scales, code, mask=on)
-    kept = tl.where(step == 0.0, 0, -1)[:, None]
-    first = bytes_of(x0, x1, signs_of(x, kept, KIND), step, TO_EVEN, BY_INVERSE)
-    second = bytes_of(y0, y1, signs_of(y, kept, KIND), step, TO_EVEN, BY_INVERSE)
-    both = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (first.shape[0], 8))
-    tl.store(to_codes[:, None] + tl.arange(0, 8)[None, :], both, mask=on[:, None])
+    kept = tl.where(step == 0.0, 0, -1)
+    SHORT: tl.constexpr = gs is None and not TO_EVEN and KIND != "float32"
+    first = word_of(x0, x1, signs_of(x, KIND, NATIVE), step, TO_EVEN, BY_INVERSE, KIND, SHORT, NATIVE)
+    second = word_of(y0, y1, signs_of(y, KIND, NATIVE), step, TO_EVEN, BY_INVERSE, KIND, SHORT, NATIVE)
+    tl.store(to_codes[:, None] + tl.arange(0, 2)[None, :], tl.join(first & kept, second & kept), mask=on[:, None])
 
 
 @triton.jit
@@ -165,7 +191,7 @@ def pack_groups(
     """One program: a tile of BLOCK_R rows and BLOCK_G groups of one matrix [rows, groups], which has one global scale.
 
     Operands: words of x, of a kind of numbers, `stride_x` of them from matrix to matrix; global scales of matrices or
-    None; which of T matrices of x each is, or None; codes and scales. TRANSPOSED: scales are [groups, rows].
+    None; which of T matrices of x each is, or None; words of codes; scales. TRANSPOSED: scales are [groups, rows].
     """
     if ACROSS == 0:
         matrix = tl.program_id(0) * 0
@@ -193,7 +219,7 @@ def pack_groups(
     x = tl.load(at, mask=(on & there)[:, None], other=0)
     y = tl.load(at + 4, mask=(on & there)[:, None], other=0)
     before = matrix.to(tl.int64) * rows * groups
-    to_codes = q_ptr + (before + first) * 8 + place * 8
+    to_codes = q_ptr + (before + first) * 2 + place * 2
     if TRANSPOSED:
         to_scales = s_ptr + (before + first_group.to(tl.int64) * rows + first_row) + group * rows + row
     else:

@@ -79,7 +79,7 @@ def round_groups(
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     code, step = group_scale(tl.max(size, axis=1).to(tl.float32, bitcast=True), gs, False, NATIVE)
-    codes = codes_of(size, step, True) & 7 | tl.where((step == 0.0)[:, None], 0, (bits >> 28) & 8)
-    y = e2m1_to_fp32(codes) * scale_of(code)[:, None]
+    codes = codes_of(size, step, True, 8388608.0) & 7 | tl.where((step == 0.0)[:, None], 0, (bits >> 28) & 8)
+    y = e2m1_to_fp32(codes) * scale_of(code, NATIVE)[:, None]
     to = y_ptr + place.to(tl.int64)[:, None] * (groups * 16) + column
     tl.store(to, y.to(y_ptr.dtype.element_ty), mask=on[:, None])
