@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor
@@ -59,12 +57,31 @@ def test_the_kernel_in_one_launch_for_all_experts(n: int, groups: int, device: s
     assert torch.equal(swizzle.swizzle(shifted), found)  # no word is where words lie
 
 
+@pytest.mark.parametrize(("n", "groups"), [(4, 4), (132, 6), (260, 132), (64, 72)])
+def test_the_kernel_by_words(n: int, groups: int, device: str) -> None:
+    """Rows and columns of whole words: several atoms a program, and the last ones not full."""
+    plain = scales(2, n, groups).to(device)
+    wanted = reference.swizzle(plain.cpu())
+    assert torch.equal(swizzle.swizzle(plain).cpu(), wanted)
+    assert torch.equal(swizzle.swizzle(plain.mT.contiguous().mT).cpu(), wanted)
+    assert torch.equal(swizzle.unswizzle(wanted.to(device), n, groups * 16), plain)
+    wide = torch.cat([plain, plain], dim=2)[:, :, groups:]
+    assert torch.equal(swizzle.swizzle(wide).cpu(), wanted)  # rows lie apart
+    assert torch.equal(swizzle.swizzle(torch.cat([plain, plain], dim=1).mT.contiguous().mT[:, :n]).cpu(), wanted)
+
+
 @ALL_ARCHS
 def test_it_compiles(arch: str) -> None:
-    ints = ("N", "groups", "size", "stride_e", "stride_n", "stride_g")
-    for to_atoms, side in product((True, False), (1, 4)):
-        pointer = "*i32" if side == 1 else "*u8"
-        types = {"plain_ptr": pointer, "atoms_ptr": pointer, **dict.fromkeys(ints, "i32")}
-        constants = {"TO_ATOMS": to_atoms, "SIDE": side, "BLOCK": swizzle.BLOCK}
-        case = f"{'to' if to_atoms else 'from'} atoms, {'words' if side == 1 else 'bytes'}"
-        check_fits(compile_kernel(swizzle.move, types, constants, arch, 4, case), arch)
+    """Words, of rows and of groups, and bytes."""
+    for to_atoms, by_row in ((True, True), (False, True), (True, False)):
+        types = {"plain_ptr": "*i32", "atoms_ptr": "*i32"}
+        types |= dict.fromkeys(("lines", "length", "stride_e", "stride"), "i32")
+        constants = {"TO_ATOMS": to_atoms, "BY_ROW": by_row, "VECTOR": 4, "ATOMS": swizzle.ATOMS}
+        case = f"{'to' if to_atoms else 'from'} atoms, words of a {'row' if by_row else 'group'}"
+        check_fits(compile_kernel(swizzle.move_atoms, types, constants, arch, 8, case), arch)
+    for to_atoms in (True, False):
+        types = {"plain_ptr": "*u8", "atoms_ptr": "*u8"}
+        types |= dict.fromkeys(("N", "groups", "size", "stride_e", "stride_n", "stride_g"), "i32")
+        constants = {"TO_ATOMS": to_atoms, "BLOCK": swizzle.BLOCK}
+        case = f"{'to' if to_atoms else 'from'} atoms, bytes"
+        check_fits(compile_kernel(swizzle.move_bytes, types, constants, arch, 4, case), arch)

@@ -108,7 +108,7 @@ def experts_product(
                 a = tl.load(a_rows + (b0 + b)[None, :], mask=there[:, None] & in_k, other=0)
                 a_scale = tl.load(as_rows + group[None, :], mask=there[:, None] & in_g, other=0)
                 w = tl.load(w_rows + (b0 + b)[None, :], mask=(n < N)[:, None] & in_k, other=0)
-                at = place_of(n[:, None], group[None, :], groups, 4) if SWIZZLED else group[None, :] * N + n[:, None]
+                at = place_of(n[:, None], group[None, :], groups) if SWIZZLED else group[None, :] * N + n[:, None]
                 w_scale = tl.load(ws_ptr + at, mask=(n < N)[:, None] & in_g, other=0)
                 acc = add_step(acc, a, a_scale, w, w_scale, NATIVE, BLOCK_SCALED)
             y = acc * tl.load(alpha_ptr + expert)
