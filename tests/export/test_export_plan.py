@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def test_every_kernel_is_described() -> None:
     assert len({kernel.id for kernel in kernels}) == len(kernels) > 900
     for kernel in kernels:
         check_described(kernel, source_of(kernel.kernel, kernel.example, kernel.arch))
+
+
+def test_the_page_counts_them() -> None:
+    page = (Path(__file__).parents[2] / "docs/commands/export.md").read_text()
+    kernels = plan([90], OPS)
+    ops = [kernel.function.op for kernel in kernels]
+    products = sum(op.startswith("grouped") for op in ops)
+    formats = {kernel.choices["format"] for kernel in kernels if "format" in kernel.choices}
+    assert f"{len(ops)} kernels an arch" in page
+    assert f"{products} are products: {len(formats)} formats, each with {products // len(formats)} kernels" in page
+    plans = ops.count("plan_sort") + ops.count("plan_sort_many")
+    assert f"plans ({plans} kernels) and the order of rows ({ops.count('lora_order')})" in page
 
 
 def test_every_arch_has_the_same_kernels() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fanfold.errors import UnsupportedError
 from fanfold.export.description import KERNEL_TYPES, Kernel
-from fanfold.export.machine_code import Operands, Usage, disassembly, register_operands, usage
+from fanfold.export.machine_code import Operands, Usage, disassembly, register_operands, takes_registers, usage
 from fanfold.export.source import Parameter, Source, source_of
 from fanfold.spec.arch import SHARED_BYTES
 
@@ -72,7 +72,7 @@ def compile_kernel(kernel: Kernel) -> Compiled:
         warps=metadata.num_warps,
         shared=metadata.shared,
         usage=usage(cubin),
-        operands=register_operands(disassembly(cubin)) if kernel.arch == "sm_90" else Operands(0, ()),
+        operands=register_operands(disassembly(cubin)) if takes_registers(ptx) else Operands(0, ()),
     )
     entry = ptx[ptx.index(".entry") : ptx.index(")", ptx.index(".entry"))]
     taken = len(re.findall(r"\.param ", entry))

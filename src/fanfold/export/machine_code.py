@@ -50,6 +50,11 @@ def disassembly(cubin: bytes) -> str:
     return dump(cubin, "-sass")
 
 
+def takes_registers(ptx: str) -> bool:
+    """Whether a matrix instruction of Hopper takes an operand from registers; else there is nothing to look for."""
+    return re.search(r"wgmma\.mma_async[^;]*\},\s*\{", ptx) is not None
+
+
 def register_operands(sass: str) -> Operands:
     """Operands in registers, and what overwrites them."""
     count = len(operands(sass))

@@ -70,14 +70,12 @@ def compiling_for(kernel: Any, arch: str, compile: Any) -> Generator[None]:
     before: Any = slot._active
     compiler = cast(dict[str, Any], vars(kernel)).get("compile")
     driver.set_active(cast(Any, _Absent(int(arch.removeprefix("sm_")))))
+    made: dict[str, Any] = kernel.device_caches[slot.active.get_current_device()][0]  # also sets the kernel's compiler
     try:
-        device = slot.active.get_current_device()
-        kernel.device_caches.pop(device, None)
-        kernel.device_caches[device]  # sets the kernel's compiler
         kernel.compile = compile
         yield
     finally:
-        kernel.device_caches.pop(slot.active.get_current_device(), None)
+        made.clear()
         slot._active = before
         if compiler is None:
             del kernel.compile

@@ -47,15 +47,16 @@ def config_for(max_rank: int, tile: int, dtype: torch.dtype, arch: int) -> FoldC
         arch: compute capability, e.g. 90; 0 in the interpreter.
 
     Returns:
-        Chosen by registers (none spills), shared memory, and bytes in flight.
+        Chosen by registers (none spills: so sm_120 has configs of its own), shared memory, and bytes in flight.
     """
     block_r = 16
     while block_r < min(max_rank, RANK_TILE):
         block_r *= 2
     if dtype == torch.float32:
-        return FoldConfig(block_r, 64, 64, 8, 2)  # without matrix units
+        return FoldConfig(block_r, 64, 64, 8, 3 if arch == 120 else 2)  # without matrix units
     if arch not in LARGE:
-        return FoldConfig(block_r, 128, 128, 4, 2)
+        block_k = 256 if (arch, block_r) == (120, 16) else 128
+        return FoldConfig(block_r, block_k, 128, 4, 2)
     return FoldConfig(block_r, 256, 256 if tile == 8 and block_r == 16 else 128, 4, 3)
 
 
