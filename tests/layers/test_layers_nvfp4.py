@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_layers_grouped import adapters_of, batch, moved, run
+from test_layers_grouped import adapters_of, batch, run
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -16,7 +16,7 @@ from fanfold.errors import UnsupportedError
 from fanfold.layers.reference import layer
 from fanfold.spec import Activation, ExpertWeights, ProjectionWeights
 from graphs import check_replays, dirty_memory, same_bits
-from samples import SILU, numbers, random_experts, random_pairs, random_routing, relative_error, sample
+from samples import SILU, numbers, on, random_experts, random_pairs, random_routing, relative_error, sample
 
 E, H, INNER, K, SLOTS = 4, 64, 32, 2, 3
 KINDS = ["alike", "unlike", "missing"]
@@ -110,7 +110,7 @@ def grouped_layer(kind: str, device: str, name: str = "nvfp4", gated: bool = Tru
 
     weights = with_scales(random_experts(name, E, H, INNER, gated=gated), kind)
     activation = SILU if gated else Activation("relu2")
-    return Grouped.prepared(moved(weights, device), activation, False, "nvfp4"), weights
+    return Grouped.prepared(on(weights, device), activation, False, "nvfp4"), weights
 
 
 def check(found: Tensor, weights: ExpertWeights, given: list[Tensor], activation: Activation, *adapters: Any) -> None:
