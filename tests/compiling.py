@@ -96,16 +96,22 @@ def check_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_BYTES[arch], f"more shared memory than {arch} has: {resources}"
 
 
-def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], case: str, disassemble: bool) -> Resources:
-    import triton
+def cache_key(source: Any, target: Any, options: Mapping[str, Any], more: str = "") -> str:
+    """Digest of the name that Triton's cache would give the code, and of what else is asked of it."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key
 
     backend = make_backend(target)
     parsed = backend.parse_options({**options, **source.parse_options()})
-    whole = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars()) + f"-{disassemble}"
-    key = hashlib.sha256(whole.encode()).hexdigest()[:24]
+    whole = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars()) + more
+    return hashlib.sha256(whole.encode()).hexdigest()[:24]
+
+
+def _known_or_compiled(source: Any, target: Any, options: dict[str, Any], case: str, disassemble: bool) -> Resources:
+    import triton
+
+    key = cache_key(source, target, options, f"-{disassemble}")
     known = found = compile_record.find(key)
     kernel, arch = f"{source.name} {case}", f"sm_{target.arch}"
     if found is None or key.startswith("00"):

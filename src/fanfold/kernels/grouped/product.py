@@ -213,8 +213,11 @@ def finish(
 
 
 @triton.jit
-def set_aside(aside, gate, up, first, t, row, in_t, column, N, HALVES: tl.constexpr):
+def set_aside(aside, gate, up, rows_ptr, first, t, in_t, column, N, PLANNED: tl.constexpr, HALVES: tl.constexpr):
     """Stores y1 of the rows that have an adapter; the mask of the others."""
+    row = first + t
+    if PLANNED:  # read once more: kept from before the sums they would take registers all through them
+        row = tl.load(rows_ptr + row, mask=in_t)
     slot = tl.load(aside.adapter_ids + row // aside.top_k, mask=in_t, other=-1)
     adapted = (slot >= 0) & (slot < aside.slots)
     if tl.max(adapted.to(tl.int32), 0) > 0:
@@ -245,7 +248,7 @@ def rows_of_expert(
     in_t = t < count
     position = first + t
     row = position
-    if PLANNED and (GATHER or SCATTER or rw_ptr is not None or aside is not None):
+    if PLANNED and (GATHER or SCATTER or rw_ptr is not None):
         row = tl.load(rows_ptr + position, mask=in_t, other=0)
     source = row // top_k if GATHER else position
     x_rows = x_ptr + source.to(tl.int64)[None, :] * stride_x
@@ -274,7 +277,7 @@ def rows_of_expert(
             HALVES, SCALES, SCALE_AT, DIVIDE, NATIVE_E4M3, W8A8, BLOCK_N, dtype,
         )  # fmt: skip
     if aside is not None:
-        in_t = set_aside(aside, y, up, first, t, row, in_t, column, N, HALVES)
+        in_t = set_aside(aside, y, up, rows_ptr, first, t, in_t, column, N, PLANNED, HALVES)
     if GATED:
         y = activate(y, up, alpha, limit, ACTIVATION).to(dtype)
     elif ACTIVATION is not None:
