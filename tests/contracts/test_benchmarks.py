@@ -13,6 +13,7 @@ from fanfold.bench.cell import SCHEMA, Cell, Settings
 from fanfold.bench.jobs import LAYERS
 from fanfold.kernels.grouped.sm90.tuned import read_table
 from fanfold.spec import WeightFormat
+from fanfold.throughput.pace import Pace
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,11 +23,13 @@ BENCH = sorted(RESULTS.glob("bench_*.jsonl"))
 GROUPED = sorted(RESULTS.glob("grouped_*.jsonl"))
 LORA = sorted(RESULTS.glob("lora_run*.jsonl"))  # test_lora_results.py
 POOL = sorted(RESULTS.glob("adapter_pool_run*.jsonl"))
+MODELS = sorted(RESULTS.glob("model_run*.jsonl"))
+PACKING = sorted(RESULTS.glob("nvfp4_packing_run*.jsonl"))
 PRODUCT = {"shape", "T", "what", "us", "cfg"}
 LAYER = {"shape", "T", "what", "us", "us_nopdl", "floor", "plan", "combine", "gate_up", "down", "c1", "c2"}
 # Values of a config by run, as the README has them.
-VALUES = {1: {5}, 2: {8}, 3: {10}, 5: {11}, 6: {10, 4}, 7: {10}, 9: {10, 6}, 11: {10, 5}, 12: {9}}
-# Run 12 wrote other fields.
+VALUES = {1: {5}, 2: {8}, 3: {10}, 5: {11}, 6: {10, 4}, 7: {10}, 9: {10, 6}, 11: {10, 5}, 12: {9}, 13: {9}}
+# Runs from 12 on wrote other fields.
 PRODUCT_12 = {*PRODUCT, "format", "chained", "same", "nan"}
 LAYER_12 = {"shape", "T", "what", "us", "format", "chained", "plan", "combine", "gate_up", "down", "c1", "c2"}
 
@@ -42,10 +45,10 @@ def test_results_have_the_fields_of_their_page(path: Path) -> None:
     lengths: set[int] = set()
     for row in rows_of(path):
         if row["what"] == "layer":
-            assert set(row) == (LAYER_12 if number == 12 else LAYER | ({"group", "zeros"} if number == 11 else set()))
+            assert set(row) == (LAYER_12 if number >= 12 else LAYER | ({"group", "zeros"} if number == 11 else set()))
             configs = (row["c1"], row["c2"])
         else:
-            assert set(row) == (PRODUCT_12 if number == 12 else PRODUCT)
+            assert set(row) == (PRODUCT_12 if number >= 12 else PRODUCT)
             assert row.get("same") is not False
             assert row.get("nan") in (None, False)
             configs = (row["cfg"],)
@@ -63,13 +66,15 @@ def test_every_field_and_file_is_told() -> None:
 
 def test_the_tuned_table_is_made_of_these_rows() -> None:
     found = {(row["shape"], row["T"], number): row for number in (9, 11) for row in layer_rows(number)}
-    layers = sorted(layer_rows(12), key=lambda row: row["us"], reverse=True)  # the fastest of a cell stays
-    found |= {(row["shape"], row["T"], row["format"]): row for row in layers}
+    for number in (12, 13):
+        layers = sorted(layer_rows(number), key=lambda row: row["us"], reverse=True)  # the fastest of a cell stays
+        found |= {(row["shape"], row["T"], (number, row["format"])): row for row in layers}
     shapes = {768: "qwen3-30b", 14336: "mixtral-8x7b", 2048: "deepseek-v3/8", 2880: "gpt-oss-120b", 512: "qwen3-next"}
     for tuned in read_table():
         name = "gptq4-g128" if tuned.format == "int4" else tuned.format
-        row = found[(shapes[tuned.intermediate], tuned.tokens, name if tuned.run == 12 else tuned.run)]
-        if tuned.run == 12:
+        with_formats = tuned.run >= 12
+        row = found[(shapes[tuned.intermediate], tuned.tokens, (tuned.run, name) if with_formats else tuned.run)]
+        if with_formats:
             assert (tuned.us["layer"], tuned.chained) == (round(row["us"], 1), row["chained"])
         else:
             assert tuned.us["layer"] == round(min(row["us"], row["us_nopdl"]), 1)
@@ -137,5 +142,44 @@ def test_rows_of_the_pool() -> None:
             assert len(row["memory_bytes"]) == len(row["load_s"]) == row["adapters"]
 
 
+def test_rows_of_whole_models() -> None:
+    """Of a GPU, and a commit without edits; logits agreed, and those of replays with those of eager steps."""
+    today = set(Pace("", None, "", "fanfold", 1, 1, 1, 0).row(torch.device("cpu"), torch.bfloat16))
+    for path in MODELS:
+        assert f"| `{path.name}` |" in PAGE
+        for row in rows_of(path):
+            assert set(row) == today
+            assert len(row["commit"]) == 40
+            if row["refused"] is None:
+                assert row["gpu"] is not None
+                assert 0 <= row["difference"] < 0.1
+                assert (row["graph_ms"] is None) == (row["graph_refused"] is not None)
+                assert row["graph_ms"] is None or row["graph_difference"] < 0.01
+
+
+def test_the_table_of_whole_models() -> None:
+    """docs/measured.md shows the graphs' steps and the long prefill of model_run1."""
+    text = (ROOT / "docs" / "measured.md").read_text().split("## Whole models on an H200")[1].split("\n## ")[0]
+    lines = [line.replace("*", "").strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    stored = reversed(rows_of(RESULTS / "model_run1.jsonl"))  # transformers' ran for each format; the first are shown
+    rows = {(row["experts"], row["weights"], row["batch"]): row for row in stored}
+    for experts, weights, *figures in (line for line in lines if line[0] not in ("experts", "aim (int4)")):
+        for batch, figure in zip((1, 16, 64, 8), figures, strict=True):
+            row = rows[experts.removeprefix("transformers, "), weights, batch]
+            found, digits = (row["prefill_ms"], 1) if batch == 8 else (row["graph_ms"], 2)
+            assert figure == ("no room" if found is None else f"{found:.{digits}f}")
+
+
+def test_rows_of_nvfp4_packing() -> None:
+    """Of a GPU, and a commit without edits; every job was right."""
+    for path in PACKING:
+        assert f"| `{path.name}` |" in PAGE
+        for row in rows_of(path):
+            assert row["refused"] is None
+            assert row["gpu"] is not None
+            assert len(row["commit"]) == 40
+            assert row["of_copy"] == row["copy_us"] / row["median_us"]
+
+
 def test_every_stored_file_is_of_one_kind() -> None:
-    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED, *LORA, *POOL])
+    assert sorted(RESULTS.glob("*.jsonl")) == sorted([*FILES, *BENCH, *GROUPED, *LORA, *POOL, *MODELS, *PACKING])

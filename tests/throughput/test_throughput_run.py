@@ -72,7 +72,7 @@ def test_steps_go_on_from_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = {"a": sample("adapter-python"), "b": sample("adapter-shout")}
     sizes = SIZES | {"batches": ((4, 9),)}
     (row,) = throughput(sample("gptq-int4"), experts=("fanfold",), adapters=adapters, **sizes)
-    assert seen == [((4, 1), 9), (2, 9 + WARM_UP + 2)]
+    assert seen == 2 * [((4, 1), 9), (2, 9 + WARM_UP + 2)]  # once more than is timed, behind a prompt of its own
     assert lists == [[-1, 0, 1, -1]] * module.REPEATS
     assert (row["adapters"], row["weights"]) == (2, "gptq4-g128-v1")
 

@@ -176,6 +176,7 @@ def _timed(pace: Pace, loaded: Loaded, adapters: Adapters, wanted: dict[tuple[in
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         prefills = [prefill(forward, ids) for _ in range(REPEATS)]
+        decode(forward, prefills[0][1], prefills[0][2], pace.new)  # cuDNN plans attention anew for every new length
         steps = decode(forward, prefills[-1][1], prefills[-1][2], pace.new)
         found = replace(
             pace,
