@@ -106,13 +106,17 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
     gate_up = job.gate_up, padded(shape.halves * shape.intermediate), padded(shape.hidden)
     down = job.down, padded(shape.hidden), padded(shape.intermediate)
     sizes = shape.hidden, shape.intermediate, shape.num_experts
-    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k, gpu=gpu_of(f"sm_{arch}"))
+    short = job.gate_up.kind == job.down.kind == "packed"  # compressed-tensors stores scales in bf16
+    found = layer_configs(gate_up, down, *sizes, batch.tokens, batch.top_k, gpu=gpu_of(f"sm_{arch}"), short=short)
     row = found.row
 
     def product(step: str, config: Sm90Config, start: Sm90Config, sizes: Sizes) -> Step:
         changed = list(misfits(start, *sizes, step == "gate_up")) if config != start else []
         if config != start and not changed:
-            changed = ["scales that fit in registers"]
+            moved = start.scale_on_sum and not config.scale_on_sum
+            changed = [
+                "scales on the weights, faster or in fewer registers" if moved else "scales that fit in registers"
+            ]
         chained = {"chained": found.chained}
         return _step(step, "kernels/grouped/sm90", config.name, asdict(config) | chained, start.name, changed)
 
@@ -139,6 +143,7 @@ def _grouped_int4_sm90(job: LayerJob, batch: Batch, arch: int) -> Launches:
         and alone
         and job.activation_format == PLAIN
         and row.tokens == batch.tokens
+        and (found.gate_up, found.down) == (row.gate_up, row.down)
         and _as_measured(job, row.format)
     )
     table = _row(row, row.header) | {"run": row.run, "same_layer": same}

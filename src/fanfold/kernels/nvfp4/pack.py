@@ -20,9 +20,9 @@ from fanfold.kernels.nvfp4.codes import (
 )
 from fanfold.kernels.nvfp4.reference import GROUP, Ties
 
-GROUPS_A_WARP = 64
-"""Two a thread: what one loads, 64 bytes of 16-bit numbers, hides how long memory takes."""
-WIDE = (256, 128, 64)
+GROUPS_A_WARP = 32
+"""One a thread: few registers, so that many warps hide how long memory takes, and nothing in turn with few rows."""
+WIDE = (128, 64)
 """Groups of one row that a program takes."""
 TILE = (32, 8)
 """Rows and groups of a program where scales are transposed: whole sectors of 32 scales are written at once."""

@@ -110,7 +110,8 @@ class GroupedInt4Sm90:
 
     def _configs(self, tokens: int, top_k: int) -> tuple[Sm90Config, Sm90Config, bool]:
         sizes, pinned = sizes_of(self.gate_up, self.down), self.batch_invariant
-        found = layer_configs(*sizes, tokens, top_k, pinned=pinned, gpu=self.gpu)
+        short = self.gate_up.short_scales and self.down.short_scales
+        found = layer_configs(*sizes, tokens, top_k, pinned=pinned, gpu=self.gpu, short=short)
         if not found.same and not pinned:
             _, _, hidden, intermediate, experts = sizes
             layer = experts, top_k, hidden, intermediate

@@ -31,25 +31,41 @@ SHORT = Sm90Config(8, 8, 1, 2, 64, 3, 1, False)
 """The fewest tiles of K that two fragments in turn allow."""
 
 SPILLS = {
-    ("gptq4-g128", 1): {"t128-32-w4x1-k128-s3-g8": 24},
-    ("gptq4-g128-asym-v1", 2): {"t128-32-w1x2-k128-s3-g8": 8},
-    ("gptq4-g128-asym-v1", 1): {"t128-32-w1x2-k128-s3-g8": 8, "t128-32-w4x1-k128-s3-g8": 40},
-    ("gptq4-g64-asym-v1", 2): {
-        "t64-16-w1x2-k128-s3-sum": 32,
-        "t128-32-w1x2-k128-s3-g8": 152,
-        "t128-32-w2x2-k128-s3-g8": 64,
+    ("gptq4-g128", 1): {
+        "t128-32-w4x1-k128-s3-g8": 8,
+    },
+    ("gptq4-g128-asym-v1", 1): {
+        "t128-32-w4x1-k128-s3-g8": 40,
+    },
+    ("gptq4-g32-asym-v1", 1): {
+        "t128-32-w1x2-k128-s3": 160,
+        "t128-32-w1x2-k128-s3-g8": 160,
+        "t128-32-w2x2-k128-s3-g8": 128,
+        "t128-32-w4x1-k128-s3-g8": 120,
+    },
+    ("gptq4-g32-asym-v1", 2): {
+        "t128-32-w1x2-k128-s3": 168,
+        "t128-32-w1x2-k128-s3-g8": 160,
+        "t128-32-w2x2-k128-s3-g8": 136,
     },
     ("gptq4-g64-asym-v1", 1): {
+        "t128-32-w1x2-k128-s3": 64,
+        "t128-32-w1x2-k128-s3-g8": 64,
+        "t128-32-w2x2-k128-s3-g8": 40,
+        "t128-32-w4x1-k128-s3-g8": 32,
         "t32-16-w1x2-k256-s2-sum": 72,
-        "t64-16-w1x2-k128-s3-sum": 32,
-        "t128-32-w1x2-k128-s3-g8": 144,
-        "t128-32-w4x1-k128-s3-g8": 48,
     },
-    ("gptq4-g32-asym-v1", 2): {"t128-32-w1x2-k128-s3-g8": 240, "t128-32-w2x2-k128-s3-g8": 152},
-    ("gptq4-g32-asym-v1", 1): {"t128-32-w1x2-k128-s3-g8": 168, "t128-32-w4x1-k128-s3-g8": 144},
-    ("nvfp4", 2): {"t128-32-w1x2-k128-s3-g4": 8, "t128-32-w1x2-k128-s3-g8": 8},
-    ("mxfp4", 2): {"t128-32-w1x2-k128-s3-g8": 16},
-    ("mxfp4", 1): {"t128-32-w1x2-k128-s3-g8": 8},
+    ("gptq4-g64-asym-v1", 2): {
+        "t128-32-w1x2-k128-s3": 72,
+        "t128-32-w1x2-k128-s3-g8": 72,
+        "t128-32-w2x2-k128-s3-g8": 48,
+    },
+    ("packed4-g128", 1): {
+        "t128-32-w4x1-k128-s3-g8": 8,
+    },
+    ("packed4-g32", 2): {
+        "t128-32-w1x2-k128-s3-g4": 48,
+    },
 }
 """Bytes that spill, by format, halves and config: tiles that measured fastest all the same (docs/measured.md), or that
 layers take which are not in the table."""
@@ -72,12 +88,13 @@ class Kernel:
     ordered: bool = False
     aside: bool = False
     expand: bool = False
+    short: bool = False
 
     @property
     def name(self) -> str:
         parts = [self.format, "gate_up" if self.halves == 2 else "down", f"k{self.k}", self.config.name]
         parts += [self.activation or "y1"] if self.halves == 2 and self.activation != "silu" else []
-        parts += [word for word in ("bias", "ordered", "aside", "expand") if getattr(self, word)]
+        parts += [word for word in ("bias", "ordered", "aside", "expand", "short") if getattr(self, word)]
         parts += ["single"] if self.single else []
         parts += [] if self.chained else ["unchained"]
         parts += ["fp16"] if self.dtype == torch.float16 else []
@@ -116,20 +133,28 @@ def other_kernels() -> list[Kernel]:
         Kernel("gptq4-g32", 2, 64, 128, SHORT),
         Kernel("nvfp4", 1, 128, 128, SHORT, chained=False),
         Kernel("gptq4-g128-actorder", 2, 64, 512, MANY, activation="gelu_tanh", ordered=True),
+        *(
+            Kernel(name, 2, 64, 512, replace(MANY, block_t=tile, smallest_t=tile // 4), short=True)
+            for name in ("packed4-g128", "packed4-g32", "packed4-g128-asym")
+            for tile in (32, 64, 128)
+        ),
     ]
 
 
 def given_kernels() -> list[Kernel]:
     """What layers of `LAYERS` in `FORMATS` get, for any number of tokens; K is six stages instead of theirs."""
     found: dict[Kernel, None] = {}
-    for name, (experts, top_k, hidden, intermediate) in product_of(FORMATS, LAYERS):
-        sizes = ((2, intermediate, hidden), (1, hidden, intermediate))
-        weights = [empty_weights(name, halves, n, k, experts, "meta") for halves, n, k in sizes]
+    layers = [*product_of(FORMATS, LAYERS), *product_of(["packed4-g128"], LAYERS[:2])]
+    for name, (experts, top_k, hidden, intermediate) in layers:
+        sizes, short = ((2, intermediate, hidden), (1, hidden, intermediate)), name.startswith("packed")
+        made = [empty_weights(name, halves, n, k, experts, "meta") for halves, n, k in sizes]
+        weights = [replace(one, short_scales=short) for one in made]
         for tokens, pick in product_of([2**i for i in range(17)], (config_for, pinned_config)):
             *configs, chained = pick(weights[0], weights[1], tokens, top_k)
             for (halves, _, _), config in zip(sizes, configs, strict=True):
                 k = config.block_k * config.parts * 6
-                found[Kernel(name, halves, config.rows // halves, k, config, False, chained)] = None
+                kernel = Kernel(name, halves, config.rows // halves, k, config, False, chained, short=short)
+                found[kernel] = None
     return list(found)
 
 
@@ -147,7 +172,7 @@ def compiled(kernel: Kernel) -> Resources:
     weights = empty_weights(kernel.format, kernel.halves, kernel.n, kernel.k)
     extra: dict[str, torch.Tensor] = {"bias": torch.zeros(1, kernel.halves, kernel.n)} if kernel.bias else {}
     extra |= {"order": torch.zeros(1, kernel.k, dtype=torch.int32)} if kernel.ordered else {}
-    weights = replace(weights, **extra)
+    weights = replace(weights, short_scales=kernel.short, **extra)
     check_config("compile", kernel.config, weights, kernel.halves == 2)
     config, rows = kernel.config, 16
     if kernel.single:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,11 +104,26 @@ def test_fp4_formats_take_each_others_rows() -> None:
 
 def test_shorter_stages_before_fewer_rows() -> None:
     """Groups of 64 fill the registers with half the stage; K of 2944 is 23 stages of 128; rows 5760 are 45 * 128."""
-    gate_up, down = layer("gptq4-g64-asym-v1", 128, 2048, 768)
+    gate_up, down = layer("gptq4-g64", 128, 2048, 768)
     assert config_for(gate_up, down, 256, 8)[0] == Sm90Config(32, 16, 1, 2, 128, 2, 1, True)
     gate_up, down = layer("nvfp4", 8, 2880, 2880)
     assert config_for(gate_up, down, 64, 2)[0] == Sm90Config(32, 8, 1, 2, 128, 3, 1, False)
     assert config_for(gate_up, down, 4096, 2)[1] == Sm90Config(128, 32, 1, 2, 128, 3, 8, False)
+
+
+def test_zeros_and_short_scales_are_on_the_weights_of_larger_tiles(tmp_path: Path) -> None:
+    """From 32 rows on; a user's row, which may have been measured with such weights, stays as it is."""
+    plain = layer("gptq4-g128", 128, 2048, 768)
+    on_sum, on_weights = Sm90Config(32, 16, 1, 2, 256, 2, 1, True), Sm90Config(32, 16, 1, 2, 128, 3, 1, False)
+    short = [replace(weights, short_scales=True) for weights in plain]
+    zeros = layer("gptq4-g128-asym-v1", 128, 2048, 768)
+    assert config_for(*plain, 256, 8)[0] == config_for(plain[0], short[1], 256, 8)[0] == on_sum
+    assert config_for(*short, 256, 8)[0] == config_for(*zeros, 256, 8)[0] == on_weights
+    for other in (short, zeros):
+        assert config_for(*other, 64, 8) == config_for(*plain, 64, 8)
+    with user_folder(tmp_path):
+        write("grouped_int4_sm90", ("int4", 128, 8, 2048, 768, 256), on_sum, on_sum, chained=True, run=0)
+        assert config_for(*short, 256, 8) == config_for(*zeros, 256, 8) == (on_sum, on_sum, True)
 
 
 def test_pinned_configs_differ_in_tiles_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sm90_compiling import FEW, MANY
@@ -24,7 +26,7 @@ from fanfold.formats.codec import dequantize_expert
 from fanfold.kernels.grouped.sm90.config import Sm90Config
 from fanfold.kernels.grouped.sm90.configs import config_for, pinned_config
 from fanfold.spec import Activation
-from graphs import dirty_memory
+from graphs import dirty_memory, same_bits
 from samples import random_projection
 
 pytestmark = pytest.mark.gpu
@@ -36,10 +38,14 @@ def random_layer() -> Layer:
     return integer_layer(exact=False)
 
 
-@pytest.fixture(scope="module")
-def exact_layer() -> Layer:
-    """Scales of 1 and 1/2: sums of small integers are exact in fp32, whatever their order."""
-    return integer_layer(exact=True)
+@pytest.fixture(scope="module", params=[True, False], ids=["short", "long"])
+def exact_layer(request: pytest.FixtureRequest) -> Layer:
+    """Scales of 1 and 1/2: sums of small integers are exact in fp32, whatever their order; as short scales or not."""
+    layer = integer_layer(exact=True)
+    assert layer.gate_up.short_scales
+    assert layer.down.short_scales
+    gate_up, down = (replace(weights, short_scales=request.param) for weights in (layer.gate_up, layer.down))
+    return replace(layer, gate_up=gate_up, down=down)
 
 
 @pytest.mark.parametrize("pair", configs(), ids=lambda pair: f"{pair[0].name} {pair[1].name}")
@@ -75,6 +81,29 @@ def test_integers_are_exact(pair: tuple[Sm90Config, Sm90Config], exact_layer: La
                 expected = torch.nn.functional.silu(gate) * up
                 error = (found_h[positions].double() - expected).abs() / expected.abs().clamp_min(1e-2)
                 assert (error <= 2.0**-7).all()
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 64, 65, 80, 81, 96, 97, 127, 128, 129])
+def test_every_part_of_a_tile_is_exact(count: int, exact_layer: Layer) -> None:
+    """So many rows of one expert: a quarter of a tile of 128, a half, five and six eighths, all of it, and one more."""
+    from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
+    from fanfold.routing.plan import plan_items
+
+    generator = torch.Generator("cuda").manual_seed(count)
+    ids = (torch.arange(2 * count, device="cuda").int() % 2 * 3)[:, None]  # experts 0 and 3 by turns
+    x = torch.randint(-3, 4, (2 * count, HIDDEN), generator=generator, device="cuda").bfloat16() / 32
+    h = torch.randint(-3, 4, (2 * count, INTERMEDIATE), generator=generator, device="cuda").bfloat16()
+    found: list[torch.Tensor] = []
+    for config in (replace(MANY, block_t=128, smallest_t=32), replace(MANY, block_t=8, smallest_t=8)):
+        route, work = plan_items(ids, EXPERTS, config.block_t)
+        dirty_memory("cuda")
+        y2 = grouped_down(h, exact_layer.down, work, config)
+        found.append(grouped_gate_up(x, exact_layer.gate_up, work, 1, config, SILU)[route.positions.long()])
+        for e in (0, 3):
+            rows = (ids.flatten() == e).nonzero()[:, 0]
+            w = dequantize_expert(exact_layer.packed[1], e, 0)
+            assert torch.equal(y2[rows], (h[route.positions.long()[rows]].double() @ w.double().T).to(h.dtype))
+    assert same_bits(found[0], found[1])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1500])

@@ -71,6 +71,26 @@ def test_rows_with_an_adapter_are_set_aside(tokens: int, kind: ActivationKind, o
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["packed4-g128", "packed4-g32", "packed4-g64-asym"])
+def test_short_scales_take_fewer_instructions_to_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    layer = layer_of([integers(name, 5, p, n, k) for p, n, k in ((2, 512, 1024), (1, 1024, 512))])
+    assert layer.gate_up.short_scales
+    assert layer.down.short_scales
+    long = replace(
+        layer,
+        gate_up=replace(layer.gate_up, short_scales=False),
+        down=replace(layer.down, short_scales=False),
+    )
+    for config in (MANY, replace(MANY, block_t=128, smallest_t=32)):
+        for tokens in (3, 70, 400):
+            given = batch(tokens, dtype, 5)
+            here = given[1].flatten() < 5
+            one, other = (run(made, given, config, config) for made in (layer, long))
+            assert same_bits(one[0][here], other[0][here])
+            assert same_bits(one[1][here], other[1][here])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu", "relu2"])
 def test_fused_activations_give_the_bits_of_two_steps(kind: ActivationKind, dtype: torch.dtype) -> None:
     from fanfold.kernels.activation.activate import activate as activate_on_gpu

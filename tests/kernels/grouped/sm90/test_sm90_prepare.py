@@ -57,6 +57,16 @@ def test_b25_every_zero_point_beside_every_other(name: str) -> None:
     assert torch.equal(values[0] * scales[0], dequantize_expert(weights, 1, 0))
 
 
+def test_scales_that_bf16_holds_are_short() -> None:
+    """Every scale counts, those of the other half and of the last expert too; compressed-tensors stores such."""
+    assert prepare(projection("packed4-g64", 3, 2, 64, 128)).short_scales
+    weights = integers("gptq4-g64", 3, 2, 64, 128, exact=True)
+    assert prepare(weights).short_scales
+    weights.tensors["scales"][2, 1, 1, 63] = 1.0 + 2.0**-8
+    assert not prepare(weights).short_scales
+    assert not prepare(projection("nvfp4", 3, 2, 64, 128)).short_scales
+
+
 def test_mxfp4_has_no_scale_of_a_matrix() -> None:
     made = prepare(projection("mxfp4", 2, 2, 64, 64))
     assert made.global_scale is not None

@@ -20,6 +20,9 @@ LARGEST_BLOCK_K = 128
 """Where scales move from the sum to the weights: they need more registers there."""
 MOST_SCALES = 4
 """Scales (of all slabs) a stage that a thread holds for a row, where they are on the sum; more spill."""
+LEAST_ON_WEIGHTS = 32
+"""Rows of a tile from which on scales go to the weights where that takes few instructions (short scales), or where the
+sum takes many (zero points). The package's rows of integers were measured with neither."""
 FAMILIES = {"int4": ("int4",), "nvfp4": ("nvfp4", "mxfp4"), "mxfp4": ("mxfp4", "nvfp4")}
 """Formats whose rows of the table are taken, by preference."""
 
@@ -61,7 +64,8 @@ def config_for(
     Returns:
         gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
     """
-    found = layer_configs(*sizes_of(gate_up, down), tokens, top_k, gpu=gpu)
+    short = gate_up.short_scales and down.short_scales
+    found = layer_configs(*sizes_of(gate_up, down), tokens, top_k, gpu=gpu, short=short)
     return found.gate_up, found.down, found.chained
 
 
@@ -138,6 +142,7 @@ def layer_configs(
     top_k: int,
     pinned: bool = False,
     gpu: str | None = None,
+    short: bool = False,
 ) -> LayerConfigs:
     """`config_for` (or `pinned_config`) by sizes alone, without weights.
 
@@ -147,10 +152,14 @@ def layer_configs(
         tokens, top_k: T, k.
         pinned: see `pinned_config`.
         gpu: see `config_for`.
+        short: whether bf16 holds the scales of integers in both projections.
     """
     family = gate_up[0].kind if gate_up[0].kind in FP4_GROUPS else "int4"
     row, same = _nearest(family, (experts, top_k, hidden, intermediate), max(1, tokens), all_rows(gpu, pinned))
     first, second = row.gate_up, row.down
+    cheap = family == "int4" and row.run > 0 and (short or not gate_up[0].symmetric)
+    if cheap and first.block_t >= LEAST_ON_WEIGHTS:
+        first, second = _on_weights(first), _on_weights(second)
     if pinned:
         first, second = _on_weights(first), replace(_on_weights(second), parts=1)
     first, second = fit(first, gate_up, gate_up=True), fit(second, down, gate_up=False)

@@ -251,6 +251,7 @@ def _constants(
         BIAS=weights.bias is not None,
         DIRECT=single,
         ZEROS=weights.zeros is not None,
+        SHORT=weights.short_scales and not config.scale_on_sum,
         FP4=weights.fp4_group,
         PAD_K=weights.padded_k != weights.k,
         PDL=chained,

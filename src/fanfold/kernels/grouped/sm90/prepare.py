@@ -110,7 +110,8 @@ def _prepare(
     if hidden_order is None:
         made |= {} if inputs is None else {"order": inputs}
         hidden_order = outputs
-    return FragmentWeights(fmt, n, k, halves, **made, hidden_order=hidden_order)
+    short = not fp4 and bool((stored.bfloat16().float() == stored.float()).all())
+    return FragmentWeights(fmt, n, k, halves, **made, hidden_order=hidden_order, short_scales=short)
 
 
 def _fragments(

@@ -68,8 +68,7 @@ def _unpack_fp16(q):
 def _scale_bf16(w, zero, hi, lo):
     """bf16((w - zero) * (hi + lo)), rounded once.
 
-    hi = bf16(scale) and lo = scale - hi: an fp16 scale has 11 significant bits, so lo has at most 3 and
-    (q - zero) * lo is exact; the fma then rounds the exact sum.
+    lo has at most 3 bits, so (w - zero) * lo is exact; the fma then rounds the exact sum.
     """
     return gl.inline_asm_elementwise(
         """
@@ -105,32 +104,7 @@ def _scale_fp16(w, zero, scale):
 
 
 @gluon.jit
-def load_stage(w_ptrs, stage, i: gl.constexpr, SLAB: gl.constexpr, TILES: gl.constexpr, STREAM: gl.constexpr):
-    """The thread's words of all tiles of slab i of a stage."""
-    q = ()
-    for j in gl.static_range(TILES):
-        words = w_ptrs + stage * (TILES * 512) + (i * SLAB + j * 512)
-        if STREAM:  # read once: leaves the caches to the activations
-            q = q + (gl.load(words, eviction_policy="evict_first"),)
-        else:
-            q = q + (gl.load(words),)
-    return q
-
-
-@gluon.jit
-def load_groups(s_ptrs, stage, SLAB: gl.constexpr, SLABS: gl.constexpr, KX: gl.constexpr, G: gl.constexpr):
-    """Scales (or zeros) of one stage: all groups of slab 0, then of slab 1."""
-    GROUPS: gl.constexpr = KX // G if KX > G else 1
-    first = stage * KX // G
-    s = ()
-    for i in gl.static_range(SLABS):
-        for j in gl.static_range(GROUPS):
-            s = s + (gl.load(s_ptrs + ((first + j) * 64 + i * SLAB)),)
-    return s
-
-
-@gluon.jit
-def _fragment(n, WGS: gl.constexpr):
+def fragment(n, WGS: gl.constexpr):
     """Nibbles 0, 4, 1, 5, 2, 6, 3, 7 of each word [128 * WGS, 4] -> [64 * WGS, 64]; nibble = 4 * j + 2 * row8 + k8."""
     low = gl.join(gl.join(n[0], n[1]), gl.join(n[2], n[3]))
     high = gl.join(gl.join(n[4], n[5]), gl.join(n[6], n[7]))
@@ -142,9 +116,9 @@ def _fragment(n, WGS: gl.constexpr):
 def unpack(q, operand: gl.constexpr, WGS: gl.constexpr, dtype: gl.constexpr):
     """Packed words [128 * WGS, 4] -> [64 * WGS, 64] of 128 + q (fp16: 1024 + q) as the left operand of wgmma."""
     if dtype == gl.bfloat16:
-        w = _fragment(_unpack_bf16(q), WGS)
+        w = fragment(_unpack_bf16(q), WGS)
     else:
-        w = _fragment(_unpack_fp16(q), WGS)
+        w = fragment(_unpack_fp16(q), WGS)
     return gl.convert_layout(w, operand, assert_trivial=True)
 
 
@@ -173,74 +147,37 @@ def minus(w, z):
 
 
 @gluon.jit
-def _scaled(w, z, s):
-    """act((w - z) * s) with s [., .] in fp32 that holds an fp16 value."""
-    w, z = gl.broadcast(w, z)
-    hi = s.to(w.dtype)
-    if w.dtype == gl.bfloat16:
-        lo = (s - hi.to(gl.float32)).to(gl.bfloat16)
-        w, hi = gl.broadcast(w, hi)
-        w, lo = gl.broadcast(w, lo)
-        return _scale_bf16(w, z, hi, lo)
-    else:
-        w, hi = gl.broadcast(w, hi)
-        return _scale_fp16(w, z, hi)
+def times(w, s):
+    """w * s, two at a time."""
+    return gl.inline_asm_elementwise(
+        "mul.bf16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.constexpr_function
+def unit(dtype):
+    """What sums with weights of `weights_int4` are multiplied by, exactly."""
+    return 2.0**22 if dtype == gl.bfloat16 else 1.0
 
 
 @gluon.jit
-def _weights_int4(
-    q,
-    s,
-    z,
-    i: gl.constexpr,
-    j: gl.constexpr,
-    KX: gl.constexpr,
-    G: gl.constexpr,
-    WGS: gl.constexpr,
-    ZEROS: gl.constexpr,
-    operand: gl.constexpr,
-    dtype: gl.constexpr,
-):
-    """Weights of tile j of slab i of a stage, scaled."""
-    ROWS: gl.constexpr = 64 * WGS
-    rows: gl.constexpr = gl.SliceLayout(1, operand)
-    GROUPS: gl.constexpr = KX // G if KX > G else 1
-    w = unpack(q, operand, WGS, dtype)
-    if G < 64:  # groups of 32: the first and second half of the tile
-        first = (gl.arange(0, 64, layout=gl.SliceLayout(0, operand)) < 32)[None, :]
-        g: gl.constexpr = i * GROUPS + j * 2
-        sc = gl.where(first, s[g].to(gl.float32)[:, None], s[g + 1].to(gl.float32)[:, None])
-        if ZEROS:
-            zr = gl.where(
-                first, zero(z, g, ROWS, ZEROS, rows, dtype)[:, None], zero(z, g + 1, ROWS, ZEROS, rows, dtype)[:, None]
-            )
-        else:
-            zr = zero(z, g, ROWS, ZEROS, rows, dtype)[:, None]
-        return _scaled(w, zr, sc)
-    else:
-        g: gl.constexpr = i * GROUPS + (j * 64) // G
-        return _scaled(w, zero(z, g, ROWS, ZEROS, rows, dtype)[:, None], s[g].to(gl.float32)[:, None])
+def _unpack_tiny(q):
+    """A word of 8 nibbles -> 8 bf16, in the order of `_unpack_bf16`: q * 2^-133, where q is odd-numbered 16 times that.
 
-
-@gluon.jit
-def _unpack_fp4(q):
-    """A word of 8 E2M1 codes -> 8 bf16 of value * 2^-126, in the order of `_unpack_bf16` (`fragments.e2m1_words`)."""
+    Below 2^-125 bf16 numbers lie 2^-133 apart: their bits are integers, in whichever of the 8 lowest they stand.
+    """
     return gl.inline_asm_elementwise(
         """
         {
         .reg .b32 t, u;
-        and.b32 u, $8, 0x81c081c0;
+        and.b32 u, $8, 0x000f000f;
         mov.b32 {$0, $1}, u;
-        shl.b32 t, $8, 4;
-        and.b32 u, t, 0x81c081c0;
+        and.b32 u, $8, 0x00f000f0;
         mov.b32 {$2, $3}, u;
-        shf.r.wrap.b32 t, $8, $8, 6;
-        and.b32 u, t, 0x81c081c0;
+        shr.u32 t, $8, 8;
+        and.b32 u, t, 0x000f000f;
         mov.b32 {$4, $5}, u;
-        shl.b32 t, $8, 6;
-        and.b32 u, t, 0x80c080c0;
-        shr.u32 t, $8, 2;
-        lop3.b32 u, t, 0x01000100, u, 0xea;
+        and.b32 u, t, 0x00f000f0;
         mov.b32 {$6, $7}, u;
         }""",
         "=h,=h,=h,=h,=h,=h,=h,=h,r",
@@ -252,83 +189,141 @@ def _unpack_fp4(q):
 
 
 @gluon.jit
-def _times(w, s):
-    """w * s, two at a time."""
+def _parts_of_scale(s):
+    """fp32 s that holds an fp16 value -> bf16 hi and lo, hi + lo = s * 2^111, and both over 16.
+
+    hi has 8 of the 11 bits; the others are lo.
+    """
     return gl.inline_asm_elementwise(
-        "mul.bf16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=gl.bfloat16, is_pure=True, pack=2
+        """
+        {
+        .reg .b32 t, h, l, p, sixteenth;
+        mul.f32 t, $4, 0f77000000;
+        and.b32 h, t, 0xffff0000;
+        sub.f32 l, t, h;
+        cvt.rn.bf16x2.f32 p, l, h;
+        mov.b32 {$0, $1}, p;
+        mov.b32 sixteenth, 0x3d803d80;
+        mul.bf16x2 p, p, sixteenth;
+        mov.b32 {$2, $3}, p;
+        }""",
+        "=h,=h,=h,=h,r",
+        [s],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.jit
-def _fp4_scales(words, groups: gl.constexpr, GROUP_K: gl.constexpr):
-    """Words of the scales of one tile, [ROWS] -> bf16 of scale * 2^118, [ROWS, 64 / GROUP_K] (`scale_bytes`)."""
-    if GROUP_K == 16:
-        s0, s1, s2, s3 = gl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 t, u;
-            shl.b32 t, $4, 4;
-            lop3.b32 u, t, 0x0ff00ff0, 0x70007000, 0xea;
-            mov.b32 {$0, $2}, u;
-            shr.u32 t, $4, 4;
-            lop3.b32 u, t, 0x0ff00ff0, 0x70007000, 0xea;
-            mov.b32 {$1, $3}, u;
-            }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
-        s = gl.join(gl.join(s0, s1), gl.join(s2, s3)).permute([0, 2, 1]).reshape([words.shape[0], 4])
+def _short_scale(s):
+    """fp32 s that holds a bf16 value -> bf16 s * 2^111, that times -8 as `_unpack_tiny` has it; a 16th, the same."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t, c, p;
+        mul.f32 t, $4, 0f77000000;
+        mul.f32 c, $4, 0fB6000000;
+        cvt.rn.bf16x2.f32 p, c, t;
+        mov.b32 {$0, $1}, p;
+        mul.f32 t, t, 0f3D800000;
+        cvt.rn.bf16x2.f32 p, c, t;
+        mov.b32 {$2, $3}, p;
+        }""",
+        "=h,=h,=h,=h,r",
+        [s],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fma(w, s, c):
+    """w * s + c, rounded once, two at a time."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [w, s, c], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _of_columns(odd, first, second):
+    """[ROWS, 64] of first, where a column's nibble is odd-numbered of second."""
+    odd, first = gl.broadcast(odd, first)
+    odd, second = gl.broadcast(odd, second)
+    return gl.where(odd, second, first)
+
+
+@gluon.jit
+def _tiny_zero(z, j: gl.constexpr, ROWS: gl.constexpr, ZEROS: gl.constexpr, rows: gl.constexpr):
+    """The zero point of group j as `_unpack_tiny` has numbers, bf16 [ROWS], and 16 times that."""
+    if ZEROS:
+        bits = z[j].to(gl.int16)
+        return bits.to(gl.bfloat16, bitcast=True), (bits * 16).to(gl.bfloat16, bitcast=True)
     else:
-        s0, s1 = gl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $2, 0, 0x4140; shl.b32 t, t, 7; mov.b32 {$0, $1}, t; }",
-            "=h,=h,r",
-            [words.to(gl.int32)],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=1,
+        bits = gl.full([ROWS], 8, gl.int16, layout=rows)
+        return bits.to(gl.bfloat16, bitcast=True), (bits * 16).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
+def _weights_bf16(
+    q,
+    s,
+    z,
+    g: gl.constexpr,
+    WGS: gl.constexpr,
+    ZEROS: gl.constexpr,
+    SHORT: gl.constexpr,
+    operand: gl.constexpr,
+):
+    """bf16((q - zero) * s) / unit of a tile, with the scale and zero point of group g.
+
+    SHORT: bf16 holds the scales. Then a product with one is exact before it is rounded, and the constant zero point
+    goes into the same fma.
+    """
+    ROWS: gl.constexpr = 64 * WGS
+    rows: gl.constexpr = gl.SliceLayout(1, operand)
+    w = gl.convert_layout(fragment(_unpack_tiny(q), WGS), operand, assert_trivial=True)
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, operand))
+    odd = (column // 8 % 2 == 1)[None, :]
+    zr, zr16 = _tiny_zero(z, g, ROWS, ZEROS, rows)
+    scale = s[g].to(gl.float32)
+    if SHORT:
+        hi, c, hi16, c16 = _short_scale(scale)
+        hi = _of_columns(odd, hi[:, None], hi16[:, None])
+        if ZEROS:
+            return times(minus(w, _of_columns(odd, zr[:, None], zr16[:, None])), hi)
+        else:
+            return _fma(w, hi, _of_columns(odd, c[:, None], c16[:, None]))
+    else:
+        hi, lo, hi16, lo16 = _parts_of_scale(scale)
+        return _scale_bf16(
+            w,
+            _of_columns(odd, zr[:, None], zr16[:, None]),
+            _of_columns(odd, hi[:, None], hi16[:, None]),
+            _of_columns(odd, lo[:, None], lo16[:, None]),
         )
-        s = gl.join(s0, s1)
-    return gl.convert_layout(s, groups, assert_trivial=True)
 
 
 @gluon.jit
-def _load_fp4_scales(s_ptrs, stage, SLAB: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr):
-    """A word of scales [ROWS] of each tile of one stage: all tiles of slab 0, then of slab 1."""
-    s = ()
-    for i in gl.static_range(SLABS):
-        for j in gl.static_range(TILES):
-            s = s + (gl.load(s_ptrs + (stage * TILES + j) * 64 + i * SLAB),)
-    return s
-
-
-@gluon.constexpr_function
-def by_group(WGS, GROUP_K):
-    """The layout of wgmma's left operand [64 * WGS, 64], seen as [64 * WGS, 64 / GROUP_K, GROUP_K]."""
-    k16 = [[0, 1, 0], [0, 2, 0]] if GROUP_K == 16 else [[0, 0, 16], [0, 1, 0]]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 8], *k16],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16 * 2**i, 0, 0] for i in range(2 + (WGS.bit_length() - 1))],
-        block_bases=[],
-        shape=[64 * WGS, 64 // GROUP_K, GROUP_K],
-    )
+def _weights_fp16(
+    q,
+    s,
+    z,
+    g: gl.constexpr,
+    WGS: gl.constexpr,
+    ZEROS: gl.constexpr,
+    operand: gl.constexpr,
+):
+    """fp16((q - zero) * s) of a tile of group g."""
+    zr = zero(z, g, 64 * WGS, ZEROS, gl.SliceLayout(1, operand), gl.float16)
+    w, zr = gl.broadcast(unpack(q, operand, WGS, gl.float16), zr[:, None])
+    w, sc = gl.broadcast(w, s[g][:, None])
+    return _scale_fp16(w, zr, sc)
 
 
 @gluon.jit
-def _weights_fp4(q, s, GROUP_K: gl.constexpr, WGS: gl.constexpr, operand: gl.constexpr):
-    """One tile of weights * 2^-8, exact in bf16."""
-    groups: gl.constexpr = by_group(WGS, GROUP_K)
-    w = _fragment(_unpack_fp4(q), WGS).reshape([64 * WGS, 64 // GROUP_K, GROUP_K])
-    w = gl.convert_layout(w, groups, assert_trivial=True)
-    w, sc = gl.broadcast(w, _fp4_scales(s, gl.SliceLayout(2, groups), GROUP_K)[:, :, None])
-    return gl.convert_layout(_times(w, sc).reshape([64 * WGS, 64]), operand, assert_trivial=True)
-
-
-@gluon.jit
-def weights(
+def weights_int4(
     q,
     s,
     z,
@@ -338,23 +333,22 @@ def weights(
     G: gl.constexpr,
     WGS: gl.constexpr,
     ZEROS: gl.constexpr,
-    FP4: gl.constexpr,
+    SHORT: gl.constexpr,
     operand: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    """Scaled weights of tile j of slab i of a stage, from its words q."""
-    if FP4 > 0:
-        return _weights_fp4(q, s[i * (KX // 64) + j], FP4, WGS, operand)
+    """Weights of tile j of slab i of a stage, scaled."""
+    GROUPS: gl.constexpr = KX // G if KX > G else 1
+    g: gl.constexpr = i * GROUPS + j * 64 // G
+    if dtype == gl.bfloat16:
+        w = _weights_bf16(q, s, z, g, WGS, ZEROS, SHORT, operand)
     else:
-        return _weights_int4(q, s, z, i, j, KX, G, WGS, ZEROS, operand, dtype)
-
-
-@gluon.jit
-def load_scales(
-    s_ptrs, stage, SLAB: gl.constexpr, SLABS: gl.constexpr, KX: gl.constexpr, G: gl.constexpr, FP4: gl.constexpr
-):
-    """Scales of one stage, as the format has them."""
-    if FP4 > 0:
-        return _load_fp4_scales(s_ptrs, stage, SLAB, SLABS, KX // 64)
-    else:
-        return load_groups(s_ptrs, stage, SLAB, SLABS, KX, G)
+        w = _weights_fp16(q, s, z, g, WGS, ZEROS, operand)
+    if G < 64:  # groups of 32: the second half of the tile
+        if dtype == gl.bfloat16:
+            second = _weights_bf16(q, s, z, g + 1, WGS, ZEROS, SHORT, operand)
+        else:
+            second = _weights_fp16(q, s, z, g + 1, WGS, ZEROS, operand)
+        first = (gl.arange(0, 64, layout=gl.SliceLayout(0, operand)) < 32)[None, :]
+        w = gl.where(gl.broadcast(first, w)[0], w, second)
+    return w

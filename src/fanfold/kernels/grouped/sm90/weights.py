@@ -46,6 +46,7 @@ class FragmentWeights:
         order: int32 [E, K] of gate and up with act-order: sorted input j is the file's input order[e, j]. The launch
             brings x into that order.
         hidden_order: int32 [E, I], see above; the same of both projections of a layer. None: as in the file.
+        short_scales: whether bf16 holds the scales of integers, so that weights take fewer instructions.
         launches: compiled kernels and their constants, as `launch` keeps them.
 
     Raises:
@@ -63,6 +64,7 @@ class FragmentWeights:
     bias: Tensor | None = None
     order: Tensor | None = None
     hidden_order: Tensor | None = None
+    short_scales: bool = False
     launches: dict[Any, tuple[Any, tuple[Any, ...]]] = field(
         default_factory=dict[Any, tuple[Any, tuple[Any, ...]]], init=False, repr=False
     )
