@@ -91,11 +91,11 @@ def test_ids_may_be_strided(device: str) -> None:
     ("rows", "experts", "one_launch"),
     [
         (0, 128, True),
-        (16384, 256, True),
-        (16385, 8, False),
-        (16384, 512, False),
-        (1024, 4096, True),
-        (1025, 4096, False),
+        (4096, 256, True),
+        (4097, 8, False),
+        (4096, 513, False),
+        (512, 4096, True),
+        (513, 4096, False),
     ],
 )
 def test_which_form_is_taken(rows: int, experts: int, one_launch: bool) -> None:

@@ -20,10 +20,9 @@ from fanfold.routing.sizes import power_of_two, work_slots
 from fanfold.spec.route import Route
 from fanfold.spec.work import WorkItems, WorkList
 
-# Where one launch is taken: at most 4 steps of 4096 ids twice over, and at most 32 MB of ids read by all programs
-# together, a few microseconds each. By count of bytes and steps, not by measurement.
-ONE_LAUNCH_ROWS = 16384
-ONE_LAUNCH_READS = 2**22
+# Where one launch is taken: measured on an H200 with 8 to 512 experts (docs/measured.md). Its programs each read all ids.
+ONE_LAUNCH_ROWS = 4096
+ONE_LAUNCH_READS = 2**21
 
 MOST_EXPERTS = 2**15
 MOST_TILE = 2**16 - 1
