@@ -226,6 +226,8 @@ def _config(
         few = block_t <= 64 and table is not _SMALL
         block_k, stages = (64, 3) if few else (32, 3 if table is _SM_100 else 2)
         config = replace(config, block_n=64, block_k=block_k, num_warps=8, num_stages=stages, smallest_t=None)
+    elif table is _SM_100 and fmt.kind == "mxfp4" and block_t == 16:
+        config = replace(config, num_stages=config.num_stages + 1)  # keeps a few words out of memory
     return config
 
 
