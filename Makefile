@@ -16,7 +16,7 @@ EXTRAS := hf,plot,docs,dev
 pip = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(1) \
 	>> $(LOG) 2>&1 || { cat $(LOG) >&2; echo "Installation failed: pip's output is above." >&2; exit 1; }
 
-.PHONY: help demo test lint format docs docs-blocks record gpu-test clean
+.PHONY: help demo test lint format docs docs-blocks record record-exports gpu-test clean
 
 help:
 	@echo "make demo      one batch on the bundled model: base and three adapters, text and check"
@@ -26,6 +26,7 @@ help:
 	@echo "make docs      the pages of docs/ as a site, in site/; warnings are errors"
 	@echo "make docs-blocks  write output of commands and tables on these pages anew"
 	@echo "make record    compile kernels that have changed, so that make test need not"
+	@echo "make record-exports  likewise exported kernels: a core second each, on all cores"
 	@echo "make gpu-test  tests marked gpu, with the Python that has your CUDA torch (PYTHON=$(PYTHON))"
 	@echo "make clean     remove .venv and caches"
 
@@ -59,8 +60,12 @@ docs-blocks: $(STAMP)
 record: $(STAMP)
 	@rm -f $(VENV)/compiled.jsonl
 	@OMP_NUM_THREADS=1 FANFOLD_RECORD=$(VENV)/compiled.jsonl $(BIN)/python -m pytest -q -n 2 --dist worksteal \
-		tests/kernels tests/routing tests/export
+		tests/kernels tests/routing
 	@LC_ALL=C sort -u $(VENV)/compiled.jsonl > tests/compiled.jsonl
+
+# Keeps what it has done when it is stopped, and goes on there.
+record-exports: $(STAMP)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/export/export_record.py
 
 # Not in .venv: its torch may be a build without CUDA. Of the files only those that hold such tests, as that Python may
 # lack packages of others; what these need and it lacks is an error, after all others have run.

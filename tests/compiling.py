@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 import compile_record
-from fanfold.export.description import Kernel
 from fanfold.export.machine_code import disassembly, register_operands, usage
-from fanfold.export.source import compiling_for, source_of
+from fanfold.export.source import compiling_for
 from fanfold.spec.arch import SHARED_BYTES
 
 ARCHS = sorted(SHARED_BYTES, key=lambda arch: int(arch.removeprefix("sm_")))
@@ -153,17 +152,6 @@ def compile_launch(
 
     with compiling_for(kernel, arch, compile):
         return kernel.warmup(grid=(1,), **arguments)
-
-
-def compile_exported(kernel: Kernel) -> Resources:
-    """Compiles what `fanfold export` would write."""
-    from triton import knobs
-
-    found = source_of(kernel.kernel, kernel.example, kernel.arch)
-    with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True
-        case, on_hopper = kernel.id.removesuffix(f"-{kernel.arch}"), kernel.arch == "sm_90"
-        return _known_or_compiled(found.source, found.target, found.options, case, disassemble=on_hopper)
 
 
 def machine_code(kernel: Any, arguments: Mapping[str, Any], arch: str) -> str:
