@@ -20,7 +20,7 @@ from fanfold.routing.sizes import power_of_two, work_slots
 from fanfold.spec.route import Route
 from fanfold.spec.work import WorkItems, WorkList
 
-# Where one launch is taken: measured on an H200 with 8 to 512 experts (docs/measured.md). Its programs each read all ids.
+# Where one launch is taken, whose programs each read all ids: measured on an H200 (docs/measured.md).
 ONE_LAUNCH_ROWS = 4096
 ONE_LAUNCH_READS = 2**21
 
