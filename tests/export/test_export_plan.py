@@ -23,7 +23,7 @@ from fanfold.export.source import Source, compiling_for, source_of
 from fanfold.export.words import number
 from fanfold.kernels.grouped.configs import config_for
 from fanfold.kernels.lora.config import parts_for
-from fanfold.routing.plan import plan_block, plan_chunk
+from fanfold.routing.plan import ONE_LAUNCH_ROWS, plan_block, plan_chunk
 from fanfold.spec.activation import Activation
 from fanfold.spec.weight_format import WeightFormat
 
@@ -144,9 +144,9 @@ def test_choices_by_formula_are_the_librarys() -> None:
             known["column_tiles"] = evaluate(formulas["column_tiles"], known)
             assert known["column_tiles"] == -(-columns // block_n), kernel.id
             assert evaluate(formulas["parts"], known) == parts_for(items, known["column_tiles"])
-    for rows in (1, 100, 129, 5000, 16384, 20000, 2**20):
+    for rows in (1, 100, 129, 3000, ONE_LAUNCH_ROWS, 20000, 2**20):
         sizes = routing.SORT.sizes_of({"tokens": rows, "top_k": 1, "experts": 8, "tile": 16})
-        assert sizes["block"] == plan_block(rows) or rows > 16384
+        assert sizes["block"] == plan_block(rows) or rows > ONE_LAUNCH_ROWS
         sizes = routing.COUNT.sizes_of({"tokens": rows, "top_k": 1, "experts": 8})
         assert sizes["chunk"] == plan_chunk(rows)
 

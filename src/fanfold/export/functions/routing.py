@@ -1,4 +1,4 @@
-"""The plan of a batch: one launch for up to 16384 rows (fewer with very many experts), else two."""
+"""The plan of a batch: one launch for up to 4096 rows (fewer with more than 512 experts), else two."""
 
 from __future__ import annotations
 

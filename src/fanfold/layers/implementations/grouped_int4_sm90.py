@@ -12,7 +12,7 @@ from fanfold.kernels.combine.combine import combine
 from fanfold.kernels.common.device import gpu_name
 from fanfold.kernels.common.tables import note_missing
 from fanfold.kernels.grouped.sm90.config import Sm90Config
-from fanfold.kernels.grouped.sm90.configs import layer_configs, sizes_of
+from fanfold.kernels.grouped.sm90.configs import configs_of
 from fanfold.kernels.grouped.sm90.items import single_items
 from fanfold.kernels.grouped.sm90.launch import grouped_down, grouped_gate_up
 from fanfold.kernels.grouped.sm90.prepare import prepare_layer
@@ -109,12 +109,9 @@ class GroupedInt4Sm90:
             return combine(y2, topk_ids, topk_weights, experts, dtype=hidden.dtype)
 
     def _configs(self, tokens: int, top_k: int) -> tuple[Sm90Config, Sm90Config, bool]:
-        sizes, pinned = sizes_of(self.gate_up, self.down), self.batch_invariant
-        short = self.gate_up.short_scales and self.down.short_scales
-        found = layer_configs(*sizes, tokens, top_k, pinned=pinned, gpu=self.gpu, short=short)
-        if not found.same and not pinned:
-            _, _, hidden, intermediate, experts = sizes
-            layer = experts, top_k, hidden, intermediate
+        found = configs_of(self.gate_up, self.down, tokens, top_k, self.batch_invariant, self.gpu)
+        if not found.same and not self.batch_invariant:
+            layer = self.gate_up.num_experts, top_k, self.gate_up.k, self.gate_up.n
             note_missing(self.gpu, self.gate_up.format.name, layer, "configs are those of the nearest layer")
         return found.gate_up, found.down, found.chained
 

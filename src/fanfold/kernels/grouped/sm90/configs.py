@@ -64,8 +64,7 @@ def config_for(
     Returns:
         gate_up's config, down's (both have one `block_t`, that of the work list), and `chained`.
     """
-    short = gate_up.short_scales and down.short_scales
-    found = layer_configs(*sizes_of(gate_up, down), tokens, top_k, gpu=gpu, short=short)
+    found = configs_of(gate_up, down, tokens, top_k, gpu=gpu)
     return found.gate_up, found.down, found.chained
 
 
@@ -77,8 +76,21 @@ def pinned_config(
     Sums run over K in one order whatever the tile, so tiles may follow the number of rows. What is pinned is where the
     scale is applied (to the weights) and that K is not split. A user's tables are not asked at all.
     """
-    found = layer_configs(*sizes_of(gate_up, down), tokens, top_k, pinned=True)
+    found = configs_of(gate_up, down, tokens, top_k, pinned=True)
     return found.gate_up, found.down, found.chained
+
+
+def configs_of(
+    gate_up: FragmentWeights,
+    down: FragmentWeights,
+    tokens: int,
+    top_k: int,
+    pinned: bool = False,
+    gpu: str | None = None,
+) -> LayerConfigs:
+    """`layer_configs` of these weights."""
+    short = gate_up.short_scales and down.short_scales
+    return layer_configs(*sizes_of(gate_up, down), tokens, top_k, pinned=pinned, gpu=gpu, short=short)
 
 
 def fit(config: Sm90Config, sizes: Sizes, gate_up: bool) -> Sm90Config:
